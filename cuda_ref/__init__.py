@@ -1,8 +1,7 @@
 """Run the functions of `mlx_sparse` on torch tensors with Triton kernels on NVIDIA GPUs. MLX is not required.
 
-`mlx_sparse.core.table` lists the functions of this backend. `sparq_attention`, `dense_attention` and
-`attend_indices` compute decode steps, and `sample_attention` computes a prefill. Use `register` and `SparQCache` to run
-SparQ in Hugging Face transformers models.
+`sparq_attention`, `dense_attention` and `attend_indices` compute decode steps, and `sample_attention` computes a
+prefill. Use `register` and `SparQCache` to run SparQ in Hugging Face transformers models.
 """
 
 if __name__ != "mlx_sparse.cuda_ref":  # an editable install puts the project root on sys.path

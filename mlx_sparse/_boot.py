@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -120,7 +120,7 @@ def _wrap_load_model(module: Any) -> None:
 
 
 def _import(name: str) -> Any:
-    """Import a module of the package in the folder of this file, which need not be the first mlx_sparse on sys.path.
+    """Import a module of the package in the folder of this file. ``import mlx_sparse`` may find another package.
 
     Raises:
         ImportError: the process has already imported another mlx_sparse.
@@ -128,11 +128,15 @@ def _import(name: str) -> Any:
     folder = Path(__file__).parent
     package = folder.name
     if package not in sys.modules:
-        sys.path.insert(0, str(folder.parent))
+        spec = importlib.util.spec_from_file_location(package, folder / "__init__.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[package] = importlib.util.module_from_spec(spec)
         try:
-            importlib.import_module(package)
-        finally:
-            sys.path.remove(str(folder.parent))
+            spec.loader.exec_module(sys.modules[package])
+        except BaseException:
+            del sys.modules[package]
+            raise
     found = getattr(sys.modules[package], "__file__", None)
     if not found or not folder.samefile(Path(found).parent):
         raise ImportError(f"{package}: expected the package in {folder}, got {found}")

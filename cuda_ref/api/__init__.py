@@ -2,7 +2,7 @@
 
 Arguments that are slices of larger buffers are not copied. ``keys_t`` is read fastest if it is a slice of a buffer
 whose capacity is a multiple of 16 keys. Each function validates its arguments and calls a launcher, which is a torch
-operator listed in `mlx_sparse.core.table`. Functions that exist only in this backend are in
+operator. Functions that exist only in this backend are in
 `mlx_sparse.cuda_ref.api.parts`.
 """
 

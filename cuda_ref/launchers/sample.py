@@ -31,7 +31,7 @@ class SampleMasks(NamedTuple):
 
 
 @torch.library.custom_op("mlx_sparse::sample_prefill", mutates_args=())
-def sample_prefill(
+def sample_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -57,7 +57,7 @@ def sample_prefill(
     return *prefill.result(), counts
 
 
-@sample_prefill.register_fake
+@sample_attention.register_fake
 def _(queries: torch.Tensor, keys: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     layout = Layout(queries.shape[2], keys.shape[2], 1, given[-2])
     counts = queries.new_empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32)

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..core.table import FUNCTIONS
+from ..core.registry import backends_of
 from .checked_call import Call, Library
 from .decode_functions import DecodeFunctions
 from .prefill_functions import PrefillFunctions
@@ -83,4 +83,4 @@ class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
 def public_functions(*backends: str) -> list[str]:
     """Return the names of the public functions that at least one of ``backends`` implements."""
     names = [name for name in dir(Functions) if not name.startswith("_")]
-    return [name for name in names if FUNCTIONS.get(name.removesuffix("_attention"), {}).keys() & set(backends)]
+    return [name for name in names if set(backends_of(name.removesuffix("_attention"))) & set(backends)]

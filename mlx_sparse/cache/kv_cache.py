@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from ..core.packed_rows import PackedRows
-from ..core.table import WHOLE_BUFFERS
+from ..core.registry import WHOLE_BUFFERS
 from .sparse_cache import FullSample, Run, SparseCache
 from .state import State
 

@@ -17,7 +17,6 @@ import mlx.core as mx
 from ..core import registry
 from ..core.base import Method, Prefill
 from ..core.packed_rows import PackedRows, Rows
-from ..core.table import WHOLE_BUFFERS
 from .state import State
 
 # Function for `SparseCache.by_heads`. Arguments: slice of the query heads, queries of these heads, keys, values, and
@@ -172,7 +171,7 @@ class SparseCache:
     def state_of(self, method: str) -> State | None:
         """Return the auxiliary state of ``method``, or None if the method needs none. Create the state on first use."""
         state = self.aux_states.get(method)
-        if state is None and (begin := registry.load_state(method)) is not None:
+        if state is None and (begin := registry.load_class(method, "state")) is not None:
             state = self.add_state(method, begin())
         return state
 
@@ -202,7 +201,7 @@ class SparseCache:
         """
         self.layer_plan = None
         function, parameters = registry.load(config.name, backend), config.parameters(G)
-        state, whole = self.state_of(config.name), backend in WHOLE_BUFFERS
+        state, whole = self.state_of(config.name), backend in registry.WHOLE_BUFFERS
         read = None if state is None else state.bind(self, config, G, whole=whole)
         keep, padding = None if state is None else state.keep, self.padding
 
@@ -276,7 +275,7 @@ class SparseCache:
         ``S`` is the length, if the caller knows it.
         """
         S = self.length if S is None else S
-        if backend in WHOLE_BUFFERS:
+        if backend in registry.WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}
         return self.keys[..., :S, :], self.values[..., :S, :], {}
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
-if TYPE_CHECKING:
-    from .sparse_cache import SparseCache
-
-
+Cache = Any  # a `SparseCache`, whose module imports this module
 # Function from a cache and its length to keyword arguments for the method's function.
-Read = Callable[["SparseCache", int], dict[str, Any]]
+Read = Callable[[Cache, int], dict[str, Any]]
 
 
 class State(ABC):
@@ -42,7 +39,7 @@ class State(ABC):
     def rewind(self, length: int) -> None:
         """Forget the rows from index ``length`` on, because they will be overwritten."""
 
-    def bind(self, cache: SparseCache, config: Any, G: int, *, whole: bool) -> Read:
+    def bind(self, cache: Cache, config: Any, G: int, *, whole: bool) -> Read:
         """Return a function that updates the state for a decode step, and returns arguments for the method's function.
 
         A layer calls `bind` when it is planned, so the decode steps do not read the configuration.
@@ -79,7 +76,7 @@ class State(ABC):
         """
         return None
 
-    def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> State | None:
+    def join(self, cache: Cache, theirs: State | None, other: Cache) -> State | None:
         """Return the state for ``cache`` after the sequences of ``other`` are appended, or None to drop the state.
 
         All sequences end at the same row. mlx-lm appends the sequences after this call.
@@ -90,6 +87,6 @@ class State(ABC):
         return None
 
     @classmethod
-    def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> State | None:
+    def merge(cls, parts: Sequence[tuple[State | None, Cache]]) -> State | None:
         """Return a new state for a left-padded batch of the caches in ``parts``, or None to create no state."""
         return None

@@ -1,16 +1,48 @@
-"""Find the function that runs a method on a backend, or the reason why the backend cannot run on this machine."""
+"""Find the function that runs a method on a backend, or the reason why the backend cannot run on this machine.
+
+Functions are found by name, so that a new method needs no entry in a list. The function of method NAME on a backend is
+``NAME_attention`` in ``methods/ROOM/BACKEND.py``. Functions that methods share are in ``core/ROOM/BACKEND.py``. The
+search reads the files without importing MLX or torch, which takes time and fails if the library is missing.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..checks import BackendUnavailable, ConfigError, did_you_mean
 from ..extras import not_installed
-from .table import BACKENDS, FOREIGN, FUNCTIONS, HOOKS, STATES
+
+BACKENDS: Mapping[str, str] = {
+    "oracle": "NumPy float64, everywhere: the reference that the tests compare with",
+    "ops": "MLX array operations, everywhere MLX runs (CPU, Metal, CUDA)",
+    "metal": "custom Metal kernels, on Apple GPUs; under test on any Linux machine (tests/msl)",
+    "triton": "Triton kernels for torch tensors, on NVIDIA GPUs; slowly on any Linux machine with TRITON_INTERPRET=1",
+    "onnx": "exported files on any ONNX runtime: the operators as functions of standard ones",
+    "ort": "exported files on ONNX Runtime with native kernels for the CPU (AVX2, AVX-512, NEON)",
+}
+# Backends that do not accept MLX arrays, with the reason.
+FOREIGN: Mapping[str, str] = {
+    "oracle": "it takes NumPy arrays: call the same function in mlx_sparse.oracle",
+    "triton": "it takes torch tensors: call the same function in mlx_sparse.cuda_ref",
+    **dict.fromkeys(("onnx", "ort"), "it runs exported files: export-onnx, then mlx-sparse run-onnx"),
+}
+# Backends that take whole cache buffers and a `length`, because MLX would copy a slice on every call.
+WHOLE_BUFFERS = frozenset({"metal"})
+# Files that are searched for a function or class. The first file that defines a name counts.
+FILES: Mapping[str, tuple[str, ...]] = {
+    **{name: (f"core/*/{name}.py", f"methods/*/{name}.py") for name in ("oracle", "ops", "metal")},
+    "triton": ("cuda_ref/api/parts.py", "cuda_ref/launchers/*.py", "cuda_ref/torch_functions.py"),
+    "state": ("methods/*/state.py",),
+    "hooks": ("lm/hooks/*.py",),
+}
+# A definition, or an import "NAME as NAME" of a function that a backend shares with another backend.
+DEFINED = re.compile(r"^(?:def|class) (\w+)|\b(\w+) as \2\b", re.MULTILINE)
 
 # Registers and threadgroup memory limit the head dim and the query rows per KV head of the Metal kernels. A thread
 # accumulates up to METAL_GROUP rows; `attend_rows`, the dense verification step, supports up to METAL_ROWS.
@@ -92,7 +124,7 @@ def refusal(backend: str, function: str, reason: str | None = None) -> str | Non
             run any function, the result is a more general reason.
     """
     reason = FOREIGN.get(backend) or unavailable(backend) or reason
-    if reason is None and backend not in FUNCTIONS.get(function, {}):
+    if reason is None and backend not in backends_of(function):
         return f"it does not support {function}; `mlx-sparse matrix` lists the methods of each backend"
     return reason
 
@@ -127,41 +159,71 @@ def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = N
         BackendUnavailable: ``backend`` is not "auto" and cannot run the function on this machine.
     """
     if backend == "auto":
-        served = "metal" in FUNCTIONS.get(function, {})
-        return (
-            "metal"
-            if served and (unavailable("metal") or unsupported("metal", function, D, G, bits)) is None
-            else "ops"
-        )
+        runs = "metal" in backends_of(function) and not unavailable("metal")
+        return "metal" if runs and not unsupported("metal", function, D, G, bits) else "ops"
     require(backend, function, unsupported(backend, function, D, G, bits))
     return backend
 
 
+@functools.cache
+def backends_of(function: str) -> tuple[str, ...]:
+    """Return the backends that support ``function``. Exported files contain the methods that have a function body."""
+    exported = (_folder("onnx_export") / "bodies" / f"{function}.onnxtxt").is_file()
+    return tuple(name for name in BACKENDS if (exported if name in ("onnx", "ort") else _home(function, name)))
+
+
+@functools.cache  # every decode step loads a function
 def load(function: str, backend: str) -> Callable[..., Any]:
     """Import and return the implementation of ``function`` in ``backend``.
 
+    Args:
+        function: name of a method, such as "sparq", or of a function, such as "sparq_select".
+
     Raises:
-        ConfigError: ``backend`` does not support the function.
+        ConfigError: ``backend`` does not support the function, or it runs exported files only.
     """
-    entry = FUNCTIONS.get(function, {}).get(backend)
-    if entry is None:
+    if (home := _home(function, backend)) is None:
         raise ConfigError(f"backend: expected one that supports {function}, got {backend}.")
-    loaded: Callable[..., Any] = _import(entry)
+    loaded: Callable[..., Any] = _import(*home)
     return loaded
 
 
-def load_state(method: str) -> Callable[[], Any] | None:
-    """Return the class for the auxiliary cache state of ``method``, or None if the method needs no state."""
-    return _import(STATES[method]) if method in STATES else None
+@functools.cache
+def load_class(method: str, kind: str) -> Any:
+    """Return the class ``NAMEState`` (kind "state") or ``NAMEHooks`` (kind "hooks") of ``method``, or None.
+
+    Auxiliary cache state is a `mlx_sparse.cache.state.State`, and hooks are `mlx_sparse.lm.hooks.ModelHooks`.
+    """
+    found = _definitions(kind).get(method.replace("_", "") + kind)
+    return found and _import(*found)
 
 
-def load_hooks(method: str) -> Any:
-    """Return the class for the model hooks of ``method``, or None if the method needs no hooks."""
-    return _import(HOOKS[method]) if method in HOOKS else None
+def _home(function: str, backend: str) -> tuple[str, str] | None:
+    """Return the module of ``function`` in ``backend`` and the name in this module, or None if there is none."""
+    found = _definitions(backend) if backend in FILES else {}
+    return found.get(f"{function}_attention") or found.get(function)
 
 
 @functools.cache
-def _import(entry: str) -> Any:
-    """Import the object ``entry`` ("module:name"). The result is cached, because every decode step needs the object."""
-    module, _, name = entry.partition(":")
+def _definitions(kind: str) -> dict[str, tuple[str, str]]:
+    """Return a dict from each name that the files of ``kind`` define, in lower case, to the module and the name."""
+    found: dict[str, tuple[str, str]] = {}
+    for package, _, pattern in (place.partition("/") for place in FILES[kind]):
+        folder = _folder(package)
+        for path in sorted(folder.glob(pattern)):
+            module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
+            for names in DEFINED.findall(path.read_text(encoding="utf-8")):
+                name = "".join(names)
+                found.setdefault(name.lower(), (module, name))
+    return found
+
+
+def _folder(package: str) -> Path:
+    """Return the folder of a package inside mlx_sparse. An editable installation has packages in several folders."""
+    spec = importlib.util.find_spec(f"mlx_sparse.{package}")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _import(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"mlx_sparse.{module}"), name)

@@ -126,7 +126,7 @@ def enable(
     except BaseException:
         disable(model)
         raise
-    model.__class__ = _sparse_class(cls, plan)
+    model.__class__ = _sparse_class(cls)
     return plan.report
 
 
@@ -227,8 +227,8 @@ def has_qk_norm(model: Any) -> bool:
     )
 
 
-def _sparse_class(cls: Any, plan: Plan) -> type:
-    """Return a subclass of the model class ``cls`` that runs its attention according to ``plan``."""
+def _sparse_class(cls: Any) -> type:
+    """Return a subclass of the model class ``cls`` that runs its attention according to the plan of the model."""
     # Copies of the model are not enabled, so that `disable` affects only one model.
     reduce = seam.reduce_as(cls, "_mlx_sparse")
     own = {"__call__": under_plan(cls), "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}

@@ -1,9 +1,8 @@
 """Define one frozen dataclass per method, with its settings, crossover length and bytes moved.
 
 The text form of a method is ``METHOD[:key=value,...][+METHOD...]``, for example ``"sparq:rank=16,top_k=64"``. `parse`
-reads the text form, and ``str(method)`` prints it. `METHODS` lists all methods by name. `mlx_sparse.core.table`
-lists the function of each method on each backend, and the class of its auxiliary cache state. Every name is imported
-on first use, because `mlx_sparse.cuda_ref` needs only the table.
+reads the text form, and ``str(method)`` prints it. `METHODS` lists all methods by name. Every name is imported on first
+use, because importing MLX takes time.
 """
 # ruff: noqa: F403
 

@@ -14,7 +14,6 @@ from ..core.select import oracle as select
 from ..core.select.oracle import top_k_select, valid_keys
 from ..methods.baselines import oracle as baselines
 from ..methods.patterns import oracle as prefill
-from ..methods.patterns import oracle_lsh as lsh
 from ..methods.patterns.oracle import minference_select
 from ..methods.quest import oracle as quest
 from ..methods.quest.oracle import page_bounds, quest_select
@@ -35,9 +34,7 @@ from ..methods.saap.oracle import (
 from ..methods.sample import oracle as sample
 from ..methods.sample.oracle import SampleSelection, merge, sample_scores, sample_selection, select_share
 from ..methods.sparq import oracle as sparq
-from ..methods.sparq import oracle_codes as key_codes
-from ..methods.sparq.oracle import SparQSelection, sparq_select
-from ..methods.sparq.oracle_codes import key_spread
+from ..methods.sparq.oracle import SparQSelection, key_spread, sparq_select
 
 __all__ = [
     "SampleSelection",
@@ -50,10 +47,8 @@ __all__ = [
     "blocks",
     "fold_batch_norm",
     "imbalance",
-    "key_codes",
     "key_spread",
     "kmeans_step",
-    "lsh",
     "merge",
     "minference_select",
     "page_bounds",

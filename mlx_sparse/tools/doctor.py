@@ -13,8 +13,7 @@ from typing import Any
 
 from .. import __version__, _boot
 from ..checks import SparseAttentionError, echoed
-from ..core.registry import unavailable
-from ..core.table import BACKENDS
+from ..core.registry import BACKENDS, unavailable
 from ..extras import NAME, REBUILD, install_hint
 from . import environment
 
@@ -93,14 +92,20 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
     The model does not run. On an error, append a message to ``problems`` and return None.
     """
     try:
-        from ..calibrate import Calibration
+        from ..calibrate import MODELED, Calibration, differing, measurement_key
         from .measure import planned, rows_of
 
         with planned(model, attn, backend, Calibration()) as plan:
             report = plan.report
             found = {name: getattr(report, name) for name in ("attn", "backend", "model_type", "layers")}
             found |= {"served_layers": report.served_layers, "dense_layers": dict(report.dense_layers)}
-            return found | {"thresholds": rows_of(plan.layers, plan.calibration), "lines": report.opening()}
+            found |= {"thresholds": rows_of(plan.layers, plan.calibration), "lines": report.opening()}
+            for config, layer in plan.layers:
+                other = differing(measurement_key(config, layer))
+                if other and plan.calibration.threshold(config, layer).how == MODELED:
+                    names = ", ".join(other).replace("preloaded", "LD_PRELOAD")
+                    found["lines"].append(f"{config.name} was measured with the same layer shape but other {names}")
+            return found
     except SparseAttentionError as error:
         problems.append(str(error))
     except Exception as error:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.registry import unavailable
-from ..core.table import BACKENDS, FUNCTIONS
+from ..core.registry import BACKENDS, backends_of, unavailable
 from ..methods import METHODS
 
 
@@ -19,7 +18,7 @@ def rows() -> list[dict[str, Any]]:
             "method": name,
             "stage": method.stage,
             "source": method.source,
-            "backends": {backend: unavailable(backend) or "yes" for backend in FUNCTIONS[name]},
+            "backends": {backend: unavailable(backend) or "yes" for backend in backends_of(name)},
         }
         for name, method in METHODS.items()
     ]
@@ -32,9 +31,9 @@ def markdown() -> str:
     """
     lines = [f"| method | {' | '.join(BACKENDS)} |", f"|---|{'---|' * len(BACKENDS)}"]
     for name in METHODS:
-        if len(FUNCTIONS[name]) == 2:
+        if len(backends_of(name)) == 2:
             continue
-        cells = ["yes" if backend in FUNCTIONS[name] else "no" for backend in BACKENDS]
+        cells = ["yes" if backend in backends_of(name) else "no" for backend in BACKENDS]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

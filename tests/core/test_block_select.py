@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_sparse.core.blocks import ops_select as block_select
+from mlx_sparse.core.blocks import ops
 from mlx_sparse.core.blocks.layout import Layout
 from mlx_sparse.methods.sample import oracle as oracle_sample
 
@@ -23,7 +23,7 @@ def scores(shape: tuple[int, ...], seed: int, *, ties: bool) -> np.ndarray:
 
 def keep(backend: Any, scores: np.ndarray, alpha: float) -> np.ndarray:
     if backend.name == "ops":
-        return backend.numpy(block_select.select_share(backend.array(scores, "f32"), alpha))
+        return backend.numpy(ops.select_share(backend.array(scores, "f32"), alpha))
     from mlx_sparse.cuda_ref.launchers import sample
 
     return backend.numpy(sample.select_share(backend.array(scores, "f32"), alpha)).astype(bool)
@@ -59,9 +59,9 @@ def test_a_given_width_builds_lists_lazily() -> None:
     """Build the lists as a graph, without any evaluation."""
     layout = Layout(300, 300, 4, 32)
     column = mx.random.uniform(shape=(1, 2, 4, layout.key_blocks))
-    lists = block_select.select(column, column, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
+    lists = ops.select_blocks(column, column, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
     assert lists.shape == (1, 2, layout.row_blocks, layout.key_blocks)
     traced = mx.compile(
-        lambda x: block_select.select(x, x, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
+        lambda x: ops.select_blocks(x, x, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
     )  # compilation fails if a value is needed
     assert mx.array_equal(traced(column), lists)

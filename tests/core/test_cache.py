@@ -25,15 +25,19 @@ from tiny_models import build, prompt_of
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache, adopt
 from mlx_sparse.cache.state import State
-from mlx_sparse.core import reasons, table
+from mlx_sparse.core import reasons
 from mlx_sparse.lm.hooks import ModelHooks, hooks_of
+from mlx_sparse.lm.hooks.h2o import H2OHooks
+from mlx_sparse.lm.hooks.saap import SAAPHooks
 from mlx_sparse.methods import METHODS
+from mlx_sparse.methods.baselines.state import H2OState
+from mlx_sparse.methods.quest.state import QuestState
 from mlx_sparse.methods.sparq.state import SparQState
 
 CACHES = pytest.mark.parametrize("make", [single, padded])
 
 
-@pytest.mark.parametrize("method", table.STATES)
+@pytest.mark.parametrize("method", ["sparq", "quest", "h2o"])
 def test_setting_the_cache_state_discards_auxiliary_state(method: str):
     cache = single()
     cache.update_and_fetch(*Rows(1)(5))
@@ -46,9 +50,10 @@ def test_setting_the_cache_state_discards_auxiliary_state(method: str):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_methods_of_the_table_have_state_or_hooks(method: str):
-    assert (single().state_of(method) is None) == (method not in table.STATES)
-    assert (hooks_of(METHODS[method]()) is ModelHooks) == (method not in table.HOOKS)
+def test_state_and_hooks_are_found_by_name(method: str):
+    states, hooks = {"sparq": SparQState, "quest": QuestState, "h2o": H2OState}, {"saap": SAAPHooks, "h2o": H2OHooks}
+    assert type(single().state_of(method)) is states.get(method, type(None))
+    assert hooks_of(METHODS[method]()) is hooks.get(method, ModelHooks)
 
 
 @CACHES

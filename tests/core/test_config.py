@@ -195,7 +195,7 @@ NAMES = ", ".join(METHODS)
     [
         ("", f"attn: expected one of {NAMES}, got ''."),
         ("sparc", f"attn: expected one of {NAMES}, got 'sparc'. Did you mean sparq?"),
-        ("SparQ", f"attn: expected one of {NAMES}, got 'SparQ'."),
+        ("SparQ", f"attn: expected one of {NAMES}, got 'SparQ'. Did you mean sparq?"),
         ("sparq+", f"attn: expected one of {NAMES}, got ''."),
         ("sparc:", f"attn: expected one of {NAMES}, got 'sparc'. Did you mean sparq?"),
         ("sparq,rank=3", "attn: expected ':' before the first key, got 'sparq,rank=3'. Write 'sparq:rank=3'."),

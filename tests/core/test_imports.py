@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -11,24 +12,13 @@ from pathlib import Path
 import pytest
 from dev import imported_by
 
-from mlx_sparse.core import table
+from mlx_sparse.core import registry
 from mlx_sparse.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 
-# A package or module of mlx_sparse imports its own level and lower ones, without cycles.
-LEVELS = [
-    {"checks", "extras", "files", "model_info", "model_parts"},
-    {"methods"},
-    {"ops", "kernels", "artefact"},
-    {"api", "oracle", "cache", "calibrate"},
-    {"lm", "_boot"},  # the start-up hook calls lm
-    {"tools"},
-    {"cli", "__init__"},
-]
-LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 # Modules that backends outside mlx_sparse may import.
-SHARED = {"checks", "extras", "files", "methods", "api"}
+SHARED = {"checks", "extras", "files", "core", "methods", "api"}
 BENCH = SHARED | {"tools", "oracle"}  # allowed for benchmark variants, whose core is in tools
 FREE = {"torch", "triton", "onnx", "onnxruntime"}  # mlx_sparse runs without them
 FACTS = (["__version__"], ["__path__"])  # attributes of the package that are no modules
@@ -95,44 +85,98 @@ def name(path: Path) -> str:
 LIBRARY = files("mlx_sparse")
 
 
-def test_at_most_seven_levels():
-    assert len(LEVELS) <= 7
+# Circles of files that remain: `command.Session` is the type of an argument of the other two.
+CIRCLES = [{"lm/command.py", "lm/lm_eval.py", "lm/serving.py"}]
 
 
-def test_imports_point_down():
-    needs: dict[str, set[str]] = {}
-    for path in LIBRARY:
-        part = part_of(path)
-        needs.setdefault(part, set()).update(parts_imported(path) - {part})
-        assert part in LEVEL, f"add {part} to LEVELS"
-        wrong = [other for other in needs[part] if LEVEL[other] > LEVEL[part]]
-        assert not wrong, f"{name(path)} must not import {', '.join(sorted(wrong))}"
-    graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
+def inside(path: Path) -> str:
+    return path.relative_to(ROOT / "mlx_sparse").as_posix()
+
+
+@functools.cache
+def arrows() -> dict[str, set[str]]:
+    """Return the files that each file of mlx_sparse imports, also for types, in functions and from its package."""
+    found = {
+        path: {defining_file(name) for name in imported_by(path, everything=True, types=True)} - {path, None}
+        for path in LIBRARY
+    }
+    return {inside(path): {inside(other) for other in others if other} for path, others in found.items()}
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    todo, seen = list(graph[start]), set()
+    while todo:
+        if (node := todo.pop()) not in seen:
+            seen.add(node)
+            todo += graph[node]
+    return seen
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Return the sets of nodes that reach each other."""
+    after = {node: reached(graph, node) for node in graph}
+    found = [{other for other in after[node] if node in after[other]} for node in graph]
+    return [circle for n, circle in enumerate(found) if circle and circle not in found[:n]]
+
+
+def levels(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the parts in levels. A part imports only parts of lower levels, and at least one of the next lower."""
+    sorter, found = graphlib.TopologicalSorter(graph), []
+    sorter.prepare()  # raises CycleError
+    while ready := sorter.get_ready():
+        found.append(sorted(ready))
+        sorter.done(*ready)
+    return found
+
+
+def parts() -> dict[str, set[str]]:
+    """Return the packages and modules of mlx_sparse that each package or module imports."""
+    found: dict[str, set[str]] = {}
+    for path, others in arrows().items():
+        found.setdefault(path.partition("/")[0], set()).update(other.partition("/")[0] for other in others)
+    return {part.removesuffix(".py"): {o.removesuffix(".py") for o in needs - {part}} for part, needs in found.items()}
+
+
+def picture() -> str:
+    """Return the levels of the packages and modules, from the command to the modules that import nothing."""
+    return "\n".join("  ".join(level) for level in reversed(levels(parts())))
+
+
+def test_contributing_draws_the_levels_of_the_imports():
+    """Fail if packages import each other in a circle, or if the picture in CONTRIBUTING.md is not the measured one."""
+    assert f"```\n{picture()}\n```" in (ROOT / "CONTRIBUTING.md").read_text(), f"measured levels:\n{picture()}"
+
+
+def test_no_files_import_each_other():
+    assert circles(arrows()) == CIRCLES
+
+
+def test_circles_and_levels_of_a_small_graph():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [{"b", "c"}]
+    assert levels({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == [["c"], ["b"], ["a"]]
+
+
+def backend_of(file: str) -> str:
+    """Return the backend that a file of a room implements; "" for other files. The front door of NumPy is no room."""
+    rooms = file.startswith(("core/", "methods/"))
+    return Path(file).stem.partition("_")[0] if rooms else "oracle" * file.startswith("oracle/")
 
 
 def test_backends_do_not_import_each_other():
-    backends = {"oracle", "ops", "kernels"}
-    for path in LIBRARY:
-        if (part := part_of(path)) in backends:
-            allowed = {"ops"} if part == "kernels" else set()  # launchers reuse array operations
-            assert not (parts_imported(path) & backends) - {part} - allowed, path
-
-
-def test_no_circular_imports():
-    arrows = {
-        path: {defining_file(found) for found in imports(path, when_read=True)} - {path, None} for path in LIBRARY
-    }
-    packages = {path for path in LIBRARY if path.name == "__init__.py"}  # packages import their own modules
-    sorter = graphlib.TopologicalSorter({path: found - packages for path, found in arrows.items()})
-    sorter.prepare()  # raises CycleError
+    assert {"oracle", "ops", "metal"} <= {backend_of(file) for file in arrows()}
+    for file, others in arrows().items():
+        backend = backend_of(file)
+        if backend in ("oracle", "ops", "metal"):
+            allowed = {backend} | ({"ops"} if backend == "metal" else set())  # launchers reuse array operations
+            wrong = {other for other in others if backend_of(other) in {"oracle", "ops", "metal"} - allowed}
+            assert not wrong, f"{file} must not import {', '.join(sorted(wrong))}"
 
 
 # Benchmarks may use the oracle to check results.
 def test_oracle_is_not_used_at_run_time():
-    checking = [ROOT / "mlx_sparse" / folder for folder in ("oracle", "tools/bench")]
-    for path in LIBRARY:
-        if not any(path.is_relative_to(folder) for folder in checking):
-            assert "oracle" not in parts_imported(path), path
+    for file, others in arrows().items():
+        if backend_of(file) != "oracle" and not file.startswith("tools/bench/"):
+            assert not [other for other in others if backend_of(other) == "oracle"], file
 
 
 @pytest.mark.parametrize(
@@ -171,7 +215,8 @@ def test_installed_code_does_not_import_tests(folder):
     for path in files(folder):
         top = {found.split(".")[0] for found in imports(path)}
         assert not top & (TESTS | {"tests", "scripts"}), path
-        assert "sys.path" not in ast.unparse(ast.parse(path.read_text())), path
+        if path != ROOT / "mlx_sparse" / "_boot.py":  # restores sys.path after its own import
+            assert "sys.path" not in ast.unparse(ast.parse(path.read_text())), path
 
 
 METHOD_CLASSES = {cls.__name__ for cls in METHODS.values()}
@@ -211,9 +256,10 @@ def test_code_does_not_test_for_method_classes(folder):
 )
 def test_generic_files_name_no_method(file):
     """Check code, comments and docstrings."""
-    entries = [*table.STATES.values(), *table.HOOKS.values()]
-    names = METHOD_CLASSES | set(METHODS) | {entry.partition(":")[2] for entry in entries}
-    names |= {entry.partition(":")[0].rpartition(".")[2] for entry in table.STATES.values()}
+    names = METHOD_CLASSES | set(METHODS)
+    for name, kind in itertools.product(METHODS, ("state", "hooks")):
+        if found := registry.load_class(name, kind):
+            names |= {found.__name__, found.__module__.rpartition(".")[2]} - {"state"}
     text = (ROOT / "mlx_sparse" / file).read_text()
     allowed = {"dense", "Dense", "sample"}  # also names of dense attention and of a sample of queries
     found = {word for word in names - allowed if re.search(rf"\b{word}\b", text)}

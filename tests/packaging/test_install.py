@@ -189,14 +189,18 @@ def test_mapped_folders_refuse_direct_imports(installed):
         assert result.stderr.splitlines()[-1] == message
 
 
-def test_doctor_works_without_the_metadata(installed):
+def test_doctor_and_ranks_work_without_the_metadata(installed):
     """An interrupted uninstall leaves the package without its metadata."""
     (metadata,) = installed.folder.glob("lib/python*/site-packages/mlx_sparse_attention-*.dist-info")
     removed = metadata.rename(installed.folder / "removed")
-    done = run(installed.folder / "bin" / "mlx-sparse", "doctor", cwd=installed.folder, check=False)
+    bin, cwd = installed.folder / "bin", installed.folder
+    doctor = run(bin / "mlx-sparse", "doctor", cwd=cwd, check=False)
+    code = "import argparse, mlx_sparse.lm.distributed.ranks as r; print(*r.facts_of(argparse.Namespace(), ()))"
+    ranks = run(bin / "python", "-c", code, cwd=cwd, check=False)
     removed.rename(metadata)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "problem: the metadata of mlx-sparse-attention is missing: run `pip install " in done.stdout
+    assert (doctor.returncode, doctor.stderr) == (1, "")
+    assert "problem: the metadata of mlx-sparse-attention is missing: run `pip install " in doctor.stdout
+    assert (ranks.stdout, ranks.stderr) == ("mlx-sparse-attention mlx mlx-lm\n", "")
 
 
 def test_uninstall_leaves_nothing(installed):

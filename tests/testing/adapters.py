@@ -18,7 +18,6 @@ from saap_cases import SaapCase
 from sample_cases import SampleCase
 
 from mlx_sparse.core import registry
-from mlx_sparse.core.table import WHOLE_BUFFERS
 from mlx_sparse.methods.sparq.config import Selection
 from mlx_sparse.methods.sparq.scoring_keys import GROUP, WORDS
 
@@ -40,7 +39,7 @@ class Result(NamedTuple):
 
 
 class Arrays(ABC):
-    """Adapter for a backend in `mlx_sparse.core.table` whose functions take the arrays of one library."""
+    """Adapter for a backend of the registry whose functions take the arrays of one library."""
 
     functions: Any  # module with the public functions of the backend
     integers: Callable[..., Any]  # converts NumPy integers to the library's arrays, int32 by default
@@ -79,7 +78,7 @@ class Arrays(ABC):
 
     def length(self, S: int) -> Params:
         """Return the number of keys as ``{"length": S}`` if the backend receives whole buffers, else an empty dict."""
-        return {"length": S} if self.name in WHOLE_BUFFERS else {}
+        return {"length": S} if self.name in registry.WHOLE_BUFFERS else {}
 
     def result(self, choice: Any, out: Any, lse: Any, case: Case | SampleCase) -> Result:
         assert out.dtype == self.array(np.zeros(1), case.dtype).dtype
@@ -194,7 +193,7 @@ class Arrays(ABC):
         """Attend to the keys in the ``visited`` buckets. The result's ``choice`` lists the buckets from `route`."""
         q, k, v = self.arrays(case.step)
         ids = case.bucket_ids()
-        if self.name in WHOLE_BUFFERS:  # unused rows have a visited bucket
+        if self.name in registry.WHOLE_BUFFERS:  # unused rows have a visited bucket
             ids = np.pad(ids, [(0, 0), (0, 0), (0, 45)], constant_values=int(visited.flat[0]))
         given = {"bucket_ids": self.integers(ids), "visited": self.integers(visited)}
         if self.name != "triton":
@@ -236,14 +235,14 @@ class Mlx(Arrays):
         import mlx.core as mx
 
         spare = array.shape[2] % 5
-        if self.name not in WHOLE_BUFFERS or spare == 0:
+        if self.name not in registry.WHOLE_BUFFERS or spare == 0:
             return array
         return mx.concatenate([array, mx.full((*array.shape[:2], spare, array.shape[3]), mx.nan, array.dtype)], axis=2)
 
     def cached_codes(self, coded: Any) -> Any:
         import mlx.core as mx
 
-        if self.name not in WHOLE_BUFFERS:
+        if self.name not in registry.WHOLE_BUFFERS:
             return coded
         room = [(0, 0)] * 3
         codes = mx.pad(coded.codes, [*room, (0, 3 * WORDS)], constant_values=0x5A5A5A5A)

@@ -26,7 +26,7 @@ from saap_cases import SaapCase
 
 from mlx_sparse import onnx_export, oracle
 from mlx_sparse.core.select.oracle import valid_keys
-from mlx_sparse.methods.sparq.oracle_codes import coded_groups, deviation, masked_mean
+from mlx_sparse.methods.sparq.oracle import coded_groups, deviation, masked_mean
 from mlx_sparse.methods.sparq.scoring_keys import GROUP, KeyCodes
 
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
@@ -187,7 +187,7 @@ def coded_caches(case: Case, k: Array, v: Array, tokens: int, room: int) -> dict
     k, v = (np.asarray(array[:, :, :tokens], np.float32) for array in (k, v))
     caches["past_key"][:, :, :tokens], caches["past_value"][:, :, :tokens] = k, v
     valid = valid_keys(case.B, tokens, padding(case))
-    coded = oracle.key_codes.code_keys(k, left_padding=padding(case))
+    coded = oracle.sparq.code_keys(k, left_padding=padding(case))
     exact = np.where(valid[:, None, :, None], k, 0).astype(np.float64)
     spread = oracle.key_spread(coded, exact, left_padding=padding(case))
     total = np.where(valid[:, None, :, None], v, 0).sum(axis=2)

@@ -9,7 +9,7 @@ import cases
 from adapters import Mlx
 from cases import CASES, Array, Case
 
-from mlx_sparse.core.table import WHOLE_BUFFERS
+from mlx_sparse.core.registry import WHOLE_BUFFERS
 
 # Bits per component and components per group.
 FORMS = [(8, 64), (4, 32), (4, 128), (6, 64), (2, 32), (4, 64)]

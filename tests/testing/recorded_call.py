@@ -16,7 +16,7 @@ from mlx_sparse import oracle
 from mlx_sparse.core.base import Method, Prefill
 from mlx_sparse.core.blocks.layout import MINFERENCE_ROWS
 from mlx_sparse.methods import H2O, SAAP, FlexGen, MInference, OracleTopK, Sample, SparQ, Streaming
-from mlx_sparse.methods.sparq.oracle_codes import masked_mean
+from mlx_sparse.methods.sparq.oracle import masked_mean
 
 # Number of random summation orders that estimate the error of a plain float32 computation.
 ORDERS = 16
@@ -183,8 +183,8 @@ class RecordedCall:
 
     def _spread(self, config: SparQ, keys: Array) -> Array:
         if config.key_bits == 16:
-            return oracle.key_codes.deviation(keys, self.padding)
-        coded = oracle.key_codes.code_keys(keys, left_padding=self.padding)
+            return oracle.sparq.deviation(keys, self.padding)
+        coded = oracle.sparq.code_keys(keys, left_padding=self.padding)
         return oracle.key_spread(coded, keys, left_padding=self.padding)
 
     def _assert_same_selection(self, indices: Array, expected: Array, scores: Array) -> None:

@@ -15,7 +15,7 @@ from cases import Array
 
 from mlx_sparse.core.blocks.layout import Layout
 from mlx_sparse.methods.sparq.config import Selection
-from mlx_sparse.oracle import SparQSelection, attend, baselines, key_codes, lsh, prefill, quest, saap, sample, sparq
+from mlx_sparse.oracle import SparQSelection, attend, baselines, prefill, quest, saap, sample, sparq
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -34,7 +34,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "hash_sparse": {"buckets": 16},
 }
 PROMPTS = ("sample", "minference", "bigbird", "streaming_prefill", "hyperattention", "hash_sparse")
-MODULES = (attend, baselines, lsh, prefill, quest, saap, sample, sparq)
+MODULES = (attend, baselines, prefill, quest, saap, sample, sparq)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -77,9 +77,9 @@ def _window(given: dict[str, Any]) -> int:
 def _selection(k: Array, given: dict[str, Any]) -> Selection:
     padding, weight, coded = given["left_padding"], None, None
     if given["key_bits"] == 4:
-        coded = key_codes.code_keys(np.where(_valid(k, padding), k, 0), padding)
+        coded = sparq.code_keys(np.where(_valid(k, padding), k, 0), padding)
     if given["component_score"] == "query_key":
-        weight = key_codes.deviation(k, padding) if coded is None else key_codes.key_spread(coded, k, padding)
+        weight = sparq.deviation(k, padding) if coded is None else sparq.key_spread(coded, k, padding)
     return Selection(given["rank"], given["top_k"], _window(given), given["scale"], weight, padding, coded)
 
 
@@ -90,7 +90,7 @@ def _valid(k: Array, padding: Any) -> Array:
 
 def _sparq_arguments(q: Array, k: Array, v: Array, given: dict[str, Any]) -> dict[str, Any]:
     mean = given.get("value_mean")
-    mean = key_codes.masked_mean(v, given["left_padding"]) if mean is None else mean
+    mean = sparq.masked_mean(v, given["left_padding"]) if mean is None else mean
     mixes = q.shape[1] == k.shape[1] if given["reallocate"] == "auto" else given["reallocate"]
     return {**_selection(k, given)._asdict(), "value_mean": mean, "reallocate": mixes}
 

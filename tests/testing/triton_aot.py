@@ -148,7 +148,7 @@ def call(case: Case) -> None:
     elif case.launcher == "select":
         select.top_k_select(empty(B, Hkv, S), case.top_k, case.top_k // 4, padding)
     elif case.launcher == "sample":
-        sample.sample_prefill(cache(B, Hkv * G, S, D), keys, values, 0.9, 0.9, 2, case.block_size, scale)
+        sample.sample_attention(cache(B, Hkv * G, S, D), keys, values, 0.9, 0.9, 2, case.block_size, scale)
     elif case.launcher in PROMPTS:
         listed = empty(B, Hkv * G, S // case.block_size, 100, dtype=torch.int32) if case.launcher == "blocks" else None
         blocks.attend_blocks(cache(B, Hkv * G, S, D), keys, values, listed, case.block_size, scale)

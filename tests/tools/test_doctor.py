@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from tiny_models import write
 
 from mlx_sparse import calibrate, cli
-from mlx_sparse.core import registry, table
+from mlx_sparse.core import registry
 from mlx_sparse.methods import METHODS
 from mlx_sparse.tools import doctor, matrix, measure
 
@@ -49,7 +49,7 @@ def test_doctor_reports_every_fact_and_no_problem(capsys: pytest.CaptureFixture[
     assert [name for name in findings if name != "seams of mlx-vlm"] == DATA["findings"]
     assert findings["version"] == metadata.version("mlx-sparse-attention")
     assert findings["packages"]["mlx-lm"] == metadata.version("mlx-lm")
-    assert list(findings["backends"]) == list(table.BACKENDS)
+    assert list(findings["backends"]) == list(registry.BACKENDS)
     assert findings["backends"]["oracle"] == findings["backends"]["ops"] == "yes"
     assert findings["seams"] == findings["problems"] == []
 
@@ -79,6 +79,30 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     (row,) = found["thresholds"]
     assert (row["layers"], row["value"], row["how"]) == (2, 3000, "measured on this machine")
     assert found["lines"][-1] == "sparse at 3,000 keys and longer (measured on this machine)"
+
+
+def test_doctor_names_the_other_conditions_of_a_stored_measurement(
+    tmp_path: Path, calibration_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    model, attn = str(write(tmp_path / "tiny", "qwen3")), "sparq:rank=4"
+    monkeypatch.setenv("LD_PRELOAD", "libm.so.6")  # `mlx-sparse try` and `bench` preload OpenBLAS
+    with measure.planned(model, attn, "auto", calibrate.Calibration()) as plan:
+        ((config, layer),) = plan.layers
+        key = calibrate.measurement_key(config, layer)
+        calibrate.write_measurement(key, {"points": [[3000, 2.0, 2.0, 2.0]], "time": 1})
+    (calibration_folder / "damaged.json").write_text("[]")
+
+    def lines(*attn: str) -> list[str]:
+        code, out, _ = run(capsys, "doctor", "--model", model, "--json", "--attn", *attn)
+        assert code == 0
+        return json.loads(out)["model"]["lines"][1:]
+
+    assert lines(attn) == ["sparse at 3,000 keys and longer (measured on this machine)"]
+    modeled = "sparse at 2,048 keys and longer (modeled)"
+    assert lines("sparq:rank=8") == [modeled, "sparq was measured with the same layer shape but other settings"]
+    monkeypatch.delenv("LD_PRELOAD")
+    assert lines(attn) == [modeled, "sparq was measured with the same layer shape but other LD_PRELOAD"]
+    assert lines("quest") == ["sparse at 4,096 keys and longer (modeled)"]
 
 
 def test_doctor_reports_why_a_model_is_unsupported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -143,13 +167,13 @@ def test_matrix_prints_every_method_and_backend_in_three_formats(capsys: pytest.
     code, out, _ = run(capsys, "matrix")
     assert code == 0
     header, *lines = out.splitlines()
-    assert header.split() == ["method", "stage", *table.BACKENDS]
+    assert header.split() == ["method", "stage", *registry.BACKENDS]
     assert [line.split()[0] for line in lines[: len(METHODS)]] == list(METHODS)
     code, out, _ = run(capsys, "matrix", "--markdown")
     assert (code, out) == (0, matrix.markdown() + "\n")
     cells = [line.strip("|").split("|") for line in out.splitlines() if line.startswith("|")]
-    assert {len(row) for row in cells} == {1 + len(table.BACKENDS)}
-    names = [f"`{name}`" for name in METHODS if len(table.FUNCTIONS[name]) > 2]
+    assert {len(row) for row in cells} == {1 + len(registry.BACKENDS)}
+    names = [f"`{name}`" for name in METHODS if len(registry.backends_of(name)) > 2]
     assert [row[0].strip() for row in cells[2:]] == names
     code, out, _ = run(capsys, "matrix", "--json")
     rows = {row["method"]: row for row in json.loads(out)}

@@ -12,6 +12,10 @@ from ..packed_rows import Rows
 from ..select.metal import ITEMS
 from .metal_merge import GROUPS, UNSPLIT, merging
 
+# MLX's own kernels compute dense attention. `dense_lse` is no part of a decode step.
+from .ops import dense_attention as dense_attention
+from .ops import dense_lse as dense_lse
+
 TILE = 128  # list entries per tile: ATTEND_TILE
 
 _ROWS = ("keys", "values")

@@ -13,11 +13,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ... import __version__
 from ...checks import ConfigError
 
 # Environment variables that mlx.launch (ring, JACCL, NCCL) and Open MPI set. MLX supports no other MPI.
 ENVIRONMENT = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE")
-PACKAGES = ("mlx-sparse-attention", "mlx", "mlx-lm")
 # Options that may differ between ranks.
 LOCAL = frozenset({"allowed_origins", "host", "log_level", "output_dir", "port", "prompt_cache_file", "verbose"})
 # Options that name a file or folder. The path may differ between machines, but the contents must be equal.
@@ -110,7 +110,8 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
         args: parsed arguments of the command.
         files: paths of the artefacts that the methods read.
     """
-    facts: Facts = {name: (version(name),) * 2 for name in PACKAGES}
+    versions = {"mlx-sparse-attention": __version__, **{name: version(name) for name in ("mlx", "mlx-lm")}}
+    facts: Facts = {name: (found, found) for name, found in versions.items()}
     options = {name: value for name, value in vars(args).items() if name not in LOCAL and not name.startswith("_")}
     # Compare the options first that differ most often.
     for name in sorted(options, key=lambda name: (name != "model", not name.startswith("attn"), name)):

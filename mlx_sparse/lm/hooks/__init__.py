@@ -1,4 +1,4 @@
-"""Define base classes for the hooks that some decode methods run around attention calls (`core.table.HOOKS`)."""
+"""Define base classes for the hooks that some decode methods run around attention calls."""
 
 from __future__ import annotations
 
@@ -124,5 +124,5 @@ class ModelHooks:
 
 def hooks_of(config: Method | None) -> type[ModelHooks]:
     """Return the hooks class for a method, or `ModelHooks` if the method needs no hooks."""
-    found: type[ModelHooks] | None = None if config is None else registry.load_hooks(config.name)
+    found: type[ModelHooks] | None = None if config is None else registry.load_class(config.name, "hooks")
     return found or ModelHooks

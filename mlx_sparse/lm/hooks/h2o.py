@@ -39,7 +39,7 @@ class Observer(CallHooks):
                 received.submit()
 
 
-class ObservedPrompts(ModelHooks):
+class H2OHooks(ModelHooks):
     """H2O's hooks for one model. Each forward pass uses an `Observer`."""
 
     call_hooks = Observer

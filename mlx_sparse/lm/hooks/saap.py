@@ -86,7 +86,7 @@ def _trained(artefact: artefacts.Artefact, layer: int, source: Source, scale: fl
     return Router(source, scale, artefact.buckets, arrays.centroids, network)
 
 
-class Buckets(ModelHooks):
+class SAAPHooks(ModelHooks):
     """SAAP's hooks for one model.
 
     Attributes:
@@ -122,7 +122,7 @@ class Indices(CallHooks):
 
     config: SAAP
 
-    def __init__(self, buckets: Buckets, caches: list[Any]) -> None:
+    def __init__(self, buckets: SAAPHooks, caches: list[Any]) -> None:
         super().__init__(buckets.config, caches)
         self._routers, self._recorder = buckets.routers, buckets.recorder
         self._layers = {id(cache): layer for layer, cache in enumerate(caches)}

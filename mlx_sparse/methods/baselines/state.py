@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ...cache.state import Read, State
-from ...core import registry
-from .. import H2O
+from .config import H2O
+from .ops import h2o_scores
 
 if TYPE_CHECKING:
     from ...cache.sparse_cache import SparseCache
@@ -72,7 +72,7 @@ class H2OState(State):
         step = 1 if L <= STATES else L
         for stop in range(step, L + 1, step):
             counted, seen = queries[:, :, stop - step : stop], keys[:, :, : S - L + stop]
-            received = registry.load("h2o_scores", "ops")(counted, seen, scale=scale, left_padding=left_padding)
+            received = h2o_scores(counted, seen, scale=scale, left_padding=left_padding)
             self._push(self._grown(received.shape) + received)
 
     def bind(self, cache: SparseCache, config: H2O, G: int, *, whole: bool) -> Read:

@@ -10,10 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...core import registry
 from ...core.attend.metal import attend_indices
 from ...core.launch import Kernel, integer, padding_or_zeros
 from ...core.select.metal import top_k_select
+from .ops import page_bounds as page_bounds  # once every `page_size` tokens
+from .ops import page_keys as page_keys  # only a few numbers per page
 from .ops import with_bounds
 
 PAGES, THREADS = 64, 256  # pages and threads per threadgroup
@@ -64,7 +65,7 @@ def quest_select(
         threads=THREADS,
     )
     pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=0, left_padding=None)
-    listed: mx.array = registry.load("page_keys", "metal")(pages, left_padding, page_size=page_size, length=length)
+    listed: mx.array = page_keys(pages, left_padding, page_size=page_size, length=length)
     return listed
 
 

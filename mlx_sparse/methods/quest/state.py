@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ...cache.state import Read, State
-from ...core import registry
 from .config import Quest
+from .ops import page_bounds
 
 if TYPE_CHECKING:
     from ...cache.sparse_cache import SparseCache
@@ -40,7 +40,7 @@ class QuestState(State):
     def bind(self, cache: SparseCache, config: Quest, G: int, *, whole: bool) -> Read:
         if config.page_size != self.page_size:
             self.bounds, self.page_size, self.rows = [], config.page_size, 0
-        first_rows, page_bounds = cache.first_rows(), registry.load("page_bounds", "ops")
+        first_rows = cache.first_rows()
 
         def read(cache: SparseCache, S: int) -> dict[str, Any]:
             self._make_room(cache)
@@ -48,7 +48,7 @@ class QuestState(State):
             for sequence, first in enumerate(first_rows):
                 known, full = ((max(rows - first, 0)) // self.page_size for rows in (self.rows, before))
                 if full > known:
-                    self._add(cache, sequence, first, known, full, page_bounds)
+                    self._add(cache, sequence, first, known, full)
             self.rows = before
             return dict(zip(("page_min", "page_max"), self.bounds, strict=True))
 
@@ -63,7 +63,7 @@ class QuestState(State):
         if missing > 0:
             self.bounds = [mx.pad(bound, [(0, 0), (0, 0), (0, missing), (0, 0)]) for bound in self.bounds]
 
-    def _add(self, cache: SparseCache, sequence: int, first: int, known: int, full: int, page_bounds: Any) -> None:
+    def _add(self, cache: SparseCache, sequence: int, first: int, known: int, full: int) -> None:
         """Compute the bounds of pages ``[known, full)`` of ``sequence``, whose first valid row is ``first``."""
         keys = cache.key_rows if len(self.bounds[0]) == 1 else cache.key_rows[sequence : sequence + 1]
         rows = keys[..., first + known * self.page_size : first + full * self.page_size, :]

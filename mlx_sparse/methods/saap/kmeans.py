@@ -13,7 +13,7 @@ ITERATIONS = 10
 CHUNK = 1 << 25  # maximum number of key-centroid products in memory at once: 128 MiB
 
 
-def assign(keys: mx.array, centroids: mx.array) -> mx.array:
+def saap_assign(keys: mx.array, centroids: mx.array) -> mx.array:
     """Assign each key ``(..., n, D)`` to the centroid ``(..., C, D)`` with the largest inner product (saap.1).
 
     Return int32 bucket ids ``(..., n)``. Ties go to the lower bucket. Keys that contain NaN or inf get bucket 0.
@@ -55,7 +55,7 @@ def move(keys: mx.array, centroids: mx.array) -> mx.array:
     If a bucket is empty or its sum is not finite, its centroid does not change.
     """
     *heads, C, D = centroids.shape
-    ids = assign(keys, centroids).reshape(-1, keys.shape[-2])
+    ids = saap_assign(keys, centroids).reshape(-1, keys.shape[-2])
     rows = ids + C * mx.arange(len(ids))[:, None]
     total = mx.zeros((len(ids) * C, D)).at[rows.reshape(-1)].add(keys.astype(mx.float32).reshape(-1, D))
     return _unit(total.reshape(*heads, C, D), centroids)

@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from ...core import registry
-from .. import SAAP
-from .state import BucketIndex, index_of
+from .config import SAAP
+from .ops import saap_index
+from .state import BucketIndex, KeyLists, index_of
 
 if TYPE_CHECKING:
     from ...cache.sparse_cache import SparseCache
-
-
-@dataclass(frozen=True, eq=False)
-class KeyLists:
-    """Indices of the keys in each bucket (saap.9). Keys in the recent window are not listed.
-
-    Attributes:
-        offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
-        key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
-        covered: for each sequence, the row index at which the lists end. Keys from this row on are in no list.
-        bounds: values of ``covered`` as a kernel argument. An int if all sequences have the same value; otherwise an
-            int32 array ``(B,)``.
-        listed: for each sequence, the number of listed keys, summed over KV heads.
-        capacity: largest number of keys that a decode step can attend to before the next `rebuild_lists`.
-    """
-
-    offsets: mx.array
-    key_ids: mx.array
-    covered: list[int]
-    bounds: int | mx.array
-    listed: list[int]
-    capacity: int
-
-    @property
-    def arrays(self) -> tuple[mx.array, mx.array]:
-        return self.offsets, self.key_ids
 
 
 def needs_rebuild(index: BucketIndex, first_rows: list[int], S: int, config: SAAP) -> bool:
@@ -123,7 +97,7 @@ def _list_keys(
     last = max(covered)
     ids = mx.full((B, Hkv, last), -1, mx.int16) if index.ids is None else index.ids[..., :last]
     ids = mx.where(mx.arange(last) < mx.array(covered)[:, None, None], ids, -1)
-    offsets, key_ids = registry.load("saap_index", "ops")(
+    offsets, key_ids = saap_index(
         ids, buckets=index.router.buckets, sink_tokens=config.sink_tokens, left_padding=cache.padding
     )
     sizes = mx.sort(offsets[..., 1:] - offsets[..., :-1], axis=-1)

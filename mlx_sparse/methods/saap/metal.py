@@ -15,6 +15,8 @@ import numpy as np
 from ...core.attend.metal import attend_indices
 from ...core.launch import LANES, Kernel, integer, padding_or_zeros
 from .ops import list_keys
+from .ops import saap_assign as saap_assign  # a matrix product and a maximum, once per key
+from .ops import saap_index as saap_index  # once every few hundred tokens
 
 MAX_THREADS, LANES_PER_UNIT = 512, 8
 LIST_TILE, LIST_THREADS = 1024, 256

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...core.attend.ops import attend_indices, group_queries, softmax_lse
-from .csr import saap_index
+from .kmeans import saap_assign as saap_assign
 
 
 def saap_route(
@@ -140,3 +140,31 @@ def list_keys(
     covered = max(S - recent_tokens, 0)
     index = saap_index(bucket_ids[..., :covered], buckets=buckets, **window)
     return expand(visited, *index, length=S, covered=covered, capacity=S, **window)
+
+
+def saap_index(
+    bucket_ids: mx.array, *, buckets: int, sink_tokens: int, left_padding: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """List the keys of each bucket in ascending order (saap.9). Sinks and padding are omitted.
+
+    Args:
+        bucket_ids: ``(B, Hkv, n)`` int bucket of each key. Keys with a bucket outside ``0 .. buckets - 1`` are omitted.
+
+    Returns:
+        int32 ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)``. Bucket c has the keys
+        ``key_ids[offsets[c] : offsets[c + 1]]``. Slots at ``offsets[buckets]`` and above are undefined.
+    """
+    B, Hkv, n = bucket_ids.shape
+    if n == 0:
+        return mx.zeros((B, Hkv, buckets + 1), mx.int32), mx.zeros((B, Hkv, 0), mx.int32)
+    sink_tokens = min(sink_tokens, n)  # a larger number could overflow 32 bits
+    first = mx.array(sink_tokens) if left_padding is None else (left_padding + sink_tokens)[:, None, None]
+    listed = (bucket_ids >= 0) & (bucket_ids < buckets) & (mx.arange(n) >= first)
+    ids = mx.where(listed, bucket_ids, buckets).astype(mx.int32)
+    counts = mx.zeros((B, Hkv, buckets + 1), mx.int32)
+    counts = counts.at[mx.arange(B)[:, None, None], mx.arange(Hkv)[:, None], ids].add(1)[..., :buckets]
+    offsets = mx.pad(mx.cumsum(counts, axis=-1), [(0, 0), (0, 0), (1, 0)])
+    # Sort by bucket * n + key. These numbers are unique, so the sort need not be stable.
+    wide = mx.uint32 if (buckets + 1) * n <= 2**32 else mx.int64
+    order = mx.sort(ids.astype(wide) * n + mx.arange(n).astype(wide), axis=-1)
+    return offsets, (order % n).astype(mx.int32)

@@ -10,13 +10,11 @@ import mlx.core as mx
 import numpy as np
 
 from ...cache.state import State
-from ...core import registry
-from .. import SAAP
 from . import kmeans
+from .config import SAAP
 
 if TYPE_CHECKING:
     from ...cache.sparse_cache import SparseCache
-    from .lists import KeyLists
 
 # Number of keys per bucket to which the online mode fits centroids. More keys change the centroids little.
 KEYS_PER_BUCKET = 64
@@ -25,6 +23,32 @@ CHUNK = 4096
 # Number of decode steps whose keys are assigned to buckets together, with one read of the centroids. Pending keys are
 # slices of larger arrays, such as a joint QKV projection, and keep up to this number of rows of these arrays in memory.
 PENDING_ROWS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class KeyLists:
+    """Indices of the keys in each bucket (saap.9). Keys in the recent window are not listed.
+
+    Attributes:
+        offsets: ``(B, Hkv, buckets + 1)`` start of each bucket in ``key_ids``.
+        key_ids: ``(B, Hkv, n)`` key indices, sorted by bucket.
+        covered: for each sequence, the row index at which the lists end. Keys from this row on are in no list.
+        bounds: values of ``covered`` as a kernel argument. An int if all sequences have the same value; otherwise an
+            int32 array ``(B,)``.
+        listed: for each sequence, the number of listed keys, summed over KV heads.
+        capacity: largest number of keys that a decode step can attend to before the next `rebuild_lists`.
+    """
+
+    offsets: mx.array
+    key_ids: mx.array
+    covered: list[int]
+    bounds: int | mx.array
+    listed: list[int]
+    capacity: int
+
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array]:
+        return self.offsets, self.key_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,7 +337,7 @@ class BucketIndex(State):
 
 def _nearest(keys: mx.array, centroids: mx.array) -> mx.array:
     """Return the int16 ids ``(B, Hkv, n)`` of the buckets nearest to pre-RoPE ``keys (B, Hkv, n, D)``."""
-    ids: mx.array = registry.load("saap_assign", "ops")(keys, centroids)
+    ids: mx.array = kmeans.saap_assign(keys, centroids)
     return ids.astype(mx.int16)  # int16 is enough for MAX_BUCKETS
 
 

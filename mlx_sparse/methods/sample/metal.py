@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...core.blocks import ops_select as block_select
 from ...core.blocks.layout import Layout
 from ...core.blocks.metal import THREADGROUP_MEMORY, attend_lists
+from ...core.blocks.ops import select_blocks
 from ...core.launch import LANES, Kernel, integer, of_one_type, real
 from ...core.launch_split import MAX_WORK
 
@@ -147,7 +147,7 @@ def sample_select(
     """Select key blocks for each row block (sample.7). Return ascending int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
-    return block_select.select(
+    return select_blocks(
         column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
     )
 

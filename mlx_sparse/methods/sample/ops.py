@@ -6,9 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...core.blocks import ops_select as block_select
 from ...core.blocks.layout import Layout
-from ...core.blocks.ops import attend_blocks, batch_size, causal_scores, softmax, wait_for
+from ...core.blocks.ops import attend_blocks, batch_size, causal_scores, select_blocks, softmax, wait_for
 
 
 def sample_scores(
@@ -52,7 +51,7 @@ def sample_select(
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale)
     # Row blocks with sampled rows attend to every causal block, so the longest list usually has Nk blocks.
-    return block_select.select(
+    return select_blocks(
         column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
     )
 

@@ -29,6 +29,12 @@ from ...core.launch import (
 from ...core.packed_rows import Rows
 from ...core.select.metal import merge, tiles_of, top_k_launch
 from .config import Selection
+
+# Running statistics and int4 codes replace these functions after the first decode step.
+from .ops import code_keys as code_keys
+from .ops import deviation as deviation
+from .ops import key_spread as key_spread
+from .ops import masked_mean as masked_mean
 from .scoring_keys import GROUP, WORDS, KeyCodes
 
 KEYS = 4  # keys per thread: SCORE_KEYS

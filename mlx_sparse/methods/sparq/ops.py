@@ -1,4 +1,7 @@
-"""Run SparQ with MLX array operations (docs/spec/sparq.md, sparq.1 to sparq.10 and sparq.17 to sparq.24)."""
+"""Run SparQ with MLX array operations, and quantize its scoring keys.
+
+Equation numbers refer to docs/spec/sparq.md, (sparq.1) to (sparq.10) and (sparq.17) to (sparq.24).
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ...cache.state import Read, State
 from ...core.packed_rows import PackedRows, Rows
-from .. import SparQ
+from .config import SparQ
 from .ops import code_groups, key_spread
 from .running_statistics import RunningStatistics
 from .scoring_keys import GROUP, WORDS, KeyCodes

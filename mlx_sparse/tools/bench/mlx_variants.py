@@ -21,7 +21,7 @@ import numpy as np
 
 from ...cache.kv_cache import SparseKVCache, adopt
 from ...checks import BackendUnavailable, ConfigError
-from ...core import registry, table
+from ...core import registry
 from ...core.base import Method, Step
 from ...core.packed_rows import BITS
 from ...methods.saap.lists import attended_keys, rebuild_lists
@@ -48,7 +48,7 @@ def check(request: Request) -> None:
         ConfigError: a method has no benchmark, or does not support a shape or a quantized cache.
         BackendUnavailable: no backend can run any of the methods.
     """
-    check_request(request, ("auto", *table.BACKENDS), shared_only=False)
+    check_request(request, ("auto", *registry.BACKENDS), shared_only=False)
     for config, case, bits in product(request.methods, request.cases, request.kv_bits):
         if bits not in BITS or case.shape.D % GROUP or config.pre_rope:
             sizes = f"{', '.join(map(str, BITS))} with a head dim divisible by {GROUP} and a method except saap"

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...methods.saap.artefact import Layer
-from ...methods.saap.kmeans import assign, fit
+from ...methods.saap.kmeans import fit, saap_assign
 from .. import formats
 from . import network
 from .network import MIN_ROWS, Training, has_enough_rows, train_layer
@@ -158,7 +158,7 @@ def bucket_ids(keys: Array, centroids: Array) -> Array:
     ids = np.empty(keys.shape[:3], np.int32)
     for window, head in np.ndindex(*keys.shape[:2]):
         rows = mx.array(np.asarray(keys[window, head], np.float32))
-        ids[window, head] = np.array(assign(rows, mx.array(centroids[head])))
+        ids[window, head] = np.array(saap_assign(rows, mx.array(centroids[head])))
     return ids
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 from cases import Array, Case
+from mlx_sparse.methods.sparq.oracle_codes import deviation
 from onnx_operators import (
     CACHES,
     LANES,
@@ -22,8 +23,6 @@ from onnx_operators import (
     padding,
     parameters,
 )
-
-from mlx_sparse.methods.sparq.oracle_codes import deviation
 
 Caches = dict[str, Array]
 

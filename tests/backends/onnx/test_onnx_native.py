@@ -72,7 +72,7 @@ def test_every_instruction_set_runs_sparq_as_the_oracle(name: str, case: Case, s
 @pytest.mark.parametrize("name", SETS)
 def test_every_instruction_set_runs_int4_sparq_as_the_oracle(name: str, case: Case, limit: Any) -> None:
     limit(name)
-    wanted = oracle.key_codes.code_keys(case.inputs()[1], left_padding=case.padding)
+    wanted = oracle.sparq.code_keys(case.inputs()[1], left_padding=case.padding)
     for found, array in zip(ADAPTERS["ort"].code_keys(case), wanted, strict=True):
         np.testing.assert_array_equal(found, array)
     params = {**parameters(case, "eval"), "key_bits": 4}

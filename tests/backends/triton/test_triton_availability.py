@@ -12,7 +12,7 @@ import pytest
 from mlx_sparse.cuda_ref import availability
 from require import needs_triton
 
-from mlx_sparse.core import registry, table
+from mlx_sparse.core import registry
 from mlx_sparse.extras import install_hint
 
 
@@ -79,7 +79,7 @@ def test_interpreter_setting_matches_triton(setting: str, monkeypatch: pytest.Mo
 def test_broken_torch_is_a_reason(tmp_path: Path) -> None:
     needs_triton()
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
-    code = "from mlx_sparse.methods import registry; print(registry.unavailable('triton'))"
+    code = "from mlx_sparse.core import registry; print(registry.unavailable('triton'))"
     output = run(code, PYTHONPATH=str(tmp_path), TRITON_INTERPRET="0")
     assert output == "torch does not work here: libcudart.so.13: cannot open shared object file\n"
 
@@ -89,7 +89,7 @@ def test_package_imports_no_optional_package() -> None:
 import sys
 sys.modules.update(dict.fromkeys(("torch", "triton", "mlx", "mlx.core"), None))
 import mlx_sparse.cuda_ref
-from mlx_sparse.methods import registry, table
-print(table.FOREIGN["triton"] if registry.unavailable("triton") else "runs")
+from mlx_sparse.core import registry
+print(registry.FOREIGN["triton"] if registry.unavailable("triton") else "runs")
 """
-    assert run(code) == table.FOREIGN["triton"] + "\n"
+    assert run(code) == registry.FOREIGN["triton"] + "\n"

@@ -44,7 +44,7 @@ def assert_codes(layer: hf.SparQLayer, first: tuple[int, ...] | None = None) -> 
     padding = attention.Padding(padded(*first, length=S)[:, None, None]) if first else None
     coded, _, spread = layer.read(mean=True, spread=True, padding=padding, coded=True)
     rows = to_numpy(layer.keys)
-    wanted = oracle.key_codes.code_keys(rows, left_padding=first)
+    wanted = oracle.sparq.code_keys(rows, left_padding=first)
     for name, found, array in zip(coded._fields, coded, wanted, strict=True):
         assert found.shape == array.shape, name
         place = {"codes": GROUP // 2, "lo": 1, "step": 1}.get(name)

@@ -176,7 +176,7 @@ OPERATORS: dict[str, tuple[Any, Callable[[], Sequence[Any]]]] = {
     ),
     "expand": (saap.saap_indices, lambda: (*saap_step()[3:], 50, 40, 1, 60, None)),
     "saap": (saap.saap_decode, lambda: (*saap_step(), 40, 1, 60, 0.1, None)),
-    "sample": (sample.sample_prefill, lambda: (*prompt(), 0.8, 0.7, 2, 32, 0.1)),
+    "sample": (sample.sample_attention, lambda: (*prompt(), 0.8, 0.7, 2, 32, 0.1)),
     "sample scores": (sample.sample_scores, lambda: (*prompt()[:2], 2, 32, 0.1)),
     "sample select": (sample.sample_select, lambda: (*prompt()[:2], 0.8, 0.7, 2, 32, 0.1)),
     "blocks": (blocks.attend_blocks, lambda: (*prompt(), integers([[[[0, 0]] * 3] * 2]), 32, 0.1)),

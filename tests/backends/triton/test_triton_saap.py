@@ -12,9 +12,7 @@ from cases import Case
 from mlx_sparse.cuda_ref import torch_functions
 from mlx_sparse.cuda_ref.launchers import attend, configs, saap
 from saap_cases import (
-    SAAP_CASES,
     SaapCase,
-    assert_same_buckets,
 )
 from torch_arrays import DEVICE, cached, padding, to_numpy, to_torch
 
@@ -22,14 +20,7 @@ from mlx_sparse import cuda_ref, oracle
 
 pytestmark = pytest.mark.usefixtures("checked_memory")
 TRITON = ADAPTERS["triton"]
-by_case = pytest.mark.parametrize("case", SAAP_CASES, ids=str)
 SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")
-
-
-def tensors(case: SaapCase) -> list[torch.Tensor]:
-    """Return queries, and keys and values as slices of a cache."""
-    queries, *rows = TRITON.arrays(case.step)
-    return [queries, *map(TRITON.cached, rows)]
 
 
 def integers(array: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -42,27 +33,6 @@ def index(case: SaapCase, covered: int) -> dict[str, Any]:
     window = {"sink_tokens": case.sink_tokens, "left_padding": case.step.padding}
     offsets, key_ids = cuda_ref.saap_index(ids, buckets=case.buckets, **window)
     return {"offsets": offsets, "key_ids": key_ids, "covered": covered, **window}
-
-
-@pytest.mark.parametrize("B", [3, 9])
-@pytest.mark.parametrize("G", [4, 5, 16])
-def test_large_batches_route_correctly(B: int, G: int) -> None:
-    case = SaapCase(Case(B, 2 * G, 2, 60, 64, "f16"), "random", buckets=40, weights="f16")
-    assert_same_buckets(TRITON.route(case), case)
-
-
-@pytest.mark.parametrize(("buckets_", "probes"), [(1, 1), (300, 300), (4096, 1), (4096, 100)])
-def test_any_number_of_buckets_and_probes(buckets_: int, probes: int) -> None:
-    case = SaapCase(Case(1, 2, 1, 60, 64, "f32"), "random", buckets=buckets_, probes=probes, hidden=48)
-    assert_same_buckets(TRITON.route(case), case)
-
-
-def test_ties_go_to_the_lowest_bucket() -> None:
-    weight = torch.zeros(2, 64, 50, device=DEVICE)
-    weight[:, :, 7] = weight[:, :, 30] = weight[:, :, 49] = 1
-    queries = torch.ones(1, 4, 1, 64, device=DEVICE)
-    assert cuda_ref.saap_route(queries, out_weight=weight, probes=2).tolist() == [[[7, 30]] * 2]
-    assert cuda_ref.saap_route(queries, out_weight=weight, probes=5).tolist() == [[[0, 1, 7, 30, 49]] * 2]
 
 
 @pytest.mark.parametrize(("size", "weight"), [(1e-5, 1e4), (1e6, 1e-6)])

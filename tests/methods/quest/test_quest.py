@@ -22,13 +22,13 @@ import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.cache.sparse_cache import SparseCache
-from mlx_sparse.core import registry, table
+from mlx_sparse.core import registry
 from mlx_sparse.core.stats import quest_elements
 from mlx_sparse.methods import parse
 from mlx_sparse.methods.quest.config import Quest
 from mlx_sparse.tools.evaluate.variants import fit_budget, transfers
 
-BACKENDS = [name for name in ADAPTERS if name in table.FUNCTIONS["quest"]]
+BACKENDS = [name for name in ADAPTERS if name in registry.backends_of("quest")]
 
 
 def of_keys(scores: Array, case: Case, page_size: int) -> Array:

@@ -10,14 +10,24 @@ import numpy as np
 import pytest
 import reference
 from adapters import backends_with
-from cases import Array, Case, covering, round_to
-from saap_cases import SAAP_CASES, SaapCase, assert_attends, assert_same_buckets, assert_same_list, listed, visited
+from cases import Array, Case, Padded, covering, round_to
+from saap_cases import (
+    ROUTERS,
+    SAAP_CASES,
+    SaapCase,
+    Tied,
+    assert_attends,
+    assert_same_buckets,
+    assert_same_list,
+    listed,
+    visited,
+)
 
 from mlx_sparse import oracle
 
 ROUTING = backends_with("route")
 SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")
-SOME_CASES = [SAAP_CASES[n] for n in (2, 5, 6, 9, 13, 15)]
+SOME_CASES = [SAAP_CASES[n] for n in (2, 5, 6, 9, 13, 15, 16)]
 by_backend = pytest.mark.parametrize("backend", backends_with("saap"), indirect=True)
 by_routing = pytest.mark.parametrize("backend", ROUTING, indirect=True)
 
@@ -42,6 +52,37 @@ def test_a_backend_visits_and_attends_as_the_oracle(backend: Any, case: SaapCase
     if choice is not None:
         assert_same_buckets(choice, case)
     assert_attends(out, lse, case)
+
+
+@pytest.mark.parametrize("case", ROUTERS, ids=str)
+@by_routing
+def test_a_network_of_any_size_visits_the_buckets_of_the_oracle(backend: Any, case: SaapCase) -> None:
+    if backend.name == "triton" and case.step.D < 16:
+        pytest.skip("triton supports head dims from 16")
+    assert_same_buckets(backend.route(case), case)
+
+
+@pytest.mark.parametrize("hidden", [None, 24])
+@by_routing
+def test_ties_go_to_the_lower_bucket(backend: Any, hidden: int | None) -> None:
+    case = Tied(Case(1, 8, 2, 1, 64, "f16"), "random", buckets=50, probes=9, hidden=hidden)
+    first = [*range(9)] if hidden is None else [*range(6), *Tied.best]
+    assert (backend.route(case) == np.sort(first)).all()
+
+
+@pytest.mark.parametrize("poison", [1e3, np.inf, np.nan])
+@by_backend
+def test_padded_rows_never_reach_the_output(backend: Any, poison: float) -> None:
+    case = replace(SMALL, step=Padded(2, 6, 2, 200, 64, "f32", (199, 45), poison))
+    assert_attends(
+        backend.saap(case, visited(SMALL)).out, None, replace(SMALL, step=replace(SMALL.step, padding=(199, 45)))
+    )
+
+
+@by_backend
+def test_a_row_without_a_valid_key_gives_zeros(backend: Any) -> None:
+    case = replace(SMALL, step=Padded(2, 6, 2, 200, 64, "f32", (200, 0), np.nan))
+    assert (backend.saap(case, visited(SMALL)).out[0] == 0).all()
 
 
 def lists_of(case: SaapCase, chosen: Array, covered: Any, capacity: int, sinks: int | None = None) -> Any:

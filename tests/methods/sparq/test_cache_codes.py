@@ -27,7 +27,7 @@ def check_codes(cache: Any, config: SparQ = FEW) -> None:
     padding = None if cache.padding is None else np.array(cache.padding)
     assert side.codes.covered == S
     found = side.codes.read(cache.keys, whole=False)
-    wanted = oracle.key_codes.code_keys(rows, left_padding=padding)
+    wanted = oracle.sparq.code_keys(rows, left_padding=padding)
     for name, array in zip(KeyCodes._fields, found, strict=True):
         bits = np.array(array.view(mx.uint8) if name == "codes" else array)
         for b, first in enumerate(cache.first_rows()):  # complete groups of a row; other entries are never read

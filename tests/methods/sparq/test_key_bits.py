@@ -22,12 +22,12 @@ from expected import assert_coded_step, coded_parameters
 
 import mlx_sparse
 from mlx_sparse import ConfigError, ShapeError, oracle
-from mlx_sparse.core.table import FUNCTIONS
-from mlx_sparse.methods.sparq.oracle_codes import approximate_keys, unpack
+from mlx_sparse.core import registry
+from mlx_sparse.methods.sparq.oracle import approximate_keys, unpack
 from mlx_sparse.methods.sparq.scoring_keys import GROUP, KeyCodes
 
 NODES = ("ort",)  # runtimes of exported nodes, which need native kernels
-CODING = [name for name in backends_with("code_keys") if name in (*FUNCTIONS["code_keys"], *NODES)]
+CODING = [name for name in backends_with("code_keys") if name in (*registry.backends_of("code_keys"), *NODES)]
 EIGHT_BIT_BACKENDS = ("metal", "triton")  # backends that store scores in 8 bits
 
 
@@ -65,7 +65,7 @@ def by_backend_and_case(*more: Case) -> Any:
 
 @by_backend_and_case(*ODD)
 def test_the_codes_equal_the_oracle_bit_by_bit(backend: Any, case: Case) -> None:
-    wanted = oracle.key_codes.code_keys(case.inputs()[1], left_padding=case.padding)
+    wanted = oracle.sparq.code_keys(case.inputs()[1], left_padding=case.padding)
     for name, found, array in zip(KeyCodes._fields, backend.code_keys(case), wanted, strict=True):
         np.testing.assert_array_equal(found, array, err_msg=name)
 
@@ -76,7 +76,7 @@ def test_a_padded_row_is_coded_as_it_is_alone(backend: Any) -> None:
     case = Case(len(padding), 4, 2, 213, 64, "f16", padding)
     found, keys = backend.code_keys(case), case.inputs()[1]
     for b, first in enumerate(padding):
-        alone = oracle.key_codes.code_keys(keys[b : b + 1, :, first:])
+        alone = oracle.sparq.code_keys(keys[b : b + 1, :, first:])
         for name, array, wanted in zip(KeyCodes._fields, found, alone, strict=True):
             kept = array[b] if name == "center" else array[b][..., : wanted.shape[-1]]
             np.testing.assert_array_equal(kept, wanted[0], err_msg=name)
@@ -110,7 +110,7 @@ def test_non_finite_keys_are_selected_first_with_their_groups(backend: Any, case
 
 def test_a_coded_key_is_within_half_a_step_of_the_key() -> None:
     keys = Case(2, 4, 2, 200, 64, "f16").inputs()[1]
-    coded = oracle.key_codes.code_keys(keys)
+    coded = oracle.sparq.code_keys(keys)
     near = approximate_keys(keys.astype(np.float64), coded) + coded.center[:, :, None]
     step = np.repeat(coded.step.astype(np.float64), GROUP, axis=-1).swapaxes(-1, -2)
     # lo and step, which are at most 8, are rounded to float16: by half a unit in the last of 11 bits.
@@ -121,7 +121,7 @@ def test_a_coded_key_is_within_half_a_step_of_the_key() -> None:
 def test_codes_are_packed_lowest_bits_first() -> None:
     keys = np.zeros((1, 1, GROUP, 8), np.float32)
     keys[0, 0, :, 0] = np.arange(GROUP) % 16
-    codes = oracle.key_codes.code_keys(keys).codes
+    codes = oracle.sparq.code_keys(keys).codes
     np.testing.assert_array_equal(codes[0, 0, 0, :8], [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE])
     np.testing.assert_array_equal(unpack(codes)[0, 0, 0], np.arange(GROUP) % 16)
 
@@ -160,7 +160,7 @@ def test_a_non_finite_key_is_selected_with_its_group() -> None:
 def test_the_spread_orders_components_as_the_deviation_does() -> None:
     """Compare the orders for normal keys, for which the spread is about 1.2 times the deviation."""
     k = Case(1, 2, 2, 1024, 64, "f32").inputs()[1].astype(np.float64) * np.geomspace(1e-3, 1e3, 64)
-    coded = oracle.key_codes.code_keys(k)
+    coded = oracle.sparq.code_keys(k)
     found = oracle.key_spread(coded, k)
     np.testing.assert_allclose(found, 1.2 * k.std(axis=2), rtol=0.2)
 
