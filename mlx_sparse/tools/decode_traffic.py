@@ -76,11 +76,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Memory that a decode step reads for one sequence: weights and caches.
-
-    Attributes:
-        weights: bytes of the weights that a decode step reads.
-    """
+    """Memory that a decode step reads for one sequence: weights and caches."""
 
     weights: int
     caches: tuple[LayerCache, ...]

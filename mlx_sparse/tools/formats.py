@@ -73,7 +73,6 @@ class Printer:
     """Printer of a command's results in the requested format. JSON lines are printed immediately.
 
     Args:
-        args: parsed options of the command. They include the options of `add_options`.
         facts: command, date and machine of the run. Markdown starts with the command. Each JSON line repeats all facts.
     """
 

@@ -102,7 +102,6 @@ class Trial:
         right, scored: number of correctly predicted tokens and number of scored tokens.
         density: share of the causal block pairs that were attended to, averaged over layers and heads.
         sampled: share of the query rows that were sampled to select key blocks.
-        seconds: time of the prefill in seconds.
     """
 
     right: int

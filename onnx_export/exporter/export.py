@@ -65,8 +65,6 @@ class Exported:
 
     Attributes:
         method: the method and its settings as text, with every "auto" resolved.
-        nbytes: size of model.onnx and its data in bytes.
-        agreement: differences between the logits of the exported file and MLX's logits.
         sparse_from: number of keys at and above which decode steps are sparse; None if all decode steps are dense.
     """
 

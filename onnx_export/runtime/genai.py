@@ -23,7 +23,6 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write genai_config.json into the folder of an exported model.onnx.
 
     Args:
-        folder: the folder of model.onnx.
         config: content of the model's config.json, with all end-of-sequence tokens as ``eos_token_id``. Only
             ``eos_token_id``, ``bos_token_id``, ``pad_token_id`` and the network sizes are used.
 

@@ -265,7 +265,6 @@ def _model_file(path: Path) -> Path:
 
 
 def _read(path: Path) -> onnx.ModelProto:
-    """Read model.onnx without its weights."""
     try:
         return onnx.load(path, load_external_data=False)
     except DecodeError:

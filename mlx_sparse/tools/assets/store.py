@@ -97,9 +97,6 @@ def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (
 
     Args:
         requirement: ``name==version``.
-        sha256: the pinned hash of the file.
-        cache: the cache folder.
-        options: additional options for ``pip download``.
         source: fetch the source archive instead of a wheel.
 
     Raises:

@@ -42,7 +42,6 @@ class Case:
     """Sizes of one benchmark case: ``B`` sequences of ``S`` keys in one layer.
 
     Attributes:
-        shape: number of query heads, number of KV heads and head dim.
         step: number of tokens in a prefill chunk; None for a decode step.
     """
 
@@ -87,7 +86,6 @@ class Request:
         budget: time budget in seconds.
         kv_bits: bits per element of quantized KV caches. In addition to the plain cache, MLX times each method with a
             cache of each size in ``kv_bits``.
-        threads: number of ONNX Runtime threads.
     """
 
     stage: str

@@ -24,7 +24,6 @@ class Example:
     """Token ids of a prompt and of the text after it.
 
     Attributes:
-        target: tokens after the prompt.
         scored: ascending positions in ``target`` that are scored; None if all positions are scored.
         depth: depth of the answer in the prompt, from 0 (start) to 1 (end); None if the task has no depth.
     """

@@ -64,7 +64,6 @@ class Collection:
         length: number of tokens in each text.
         queries: number of sampled queries per text.
         first: lowest position of a sampled query.
-        seed: random seed for sampling the queries.
     """
 
     folder: Path
@@ -171,14 +170,8 @@ def collect(
 
     Args:
         model: an mlx-lm model on which `enable` was not called.
-        layer_shapes: dict from the index of each layer to collect to its shape, from `find_layer_shapes`.
         windows: tokens of each text.
-        folder: an existing folder for the files.
-        queries: number of queries to sample from each text.
-        first: lowest position of a sampled query.
-        seed: seed for sampling the queries.
         key: hash of the inputs of the run.
-        progress: a progress bar that counts tokens.
 
     Raises:
         ArtefactError: the journal of an interrupted run is damaged.

@@ -54,9 +54,7 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
     Args:
         centroids: k-means centroids ``(Hkv, C, D)``.
         spread: mean and covariance of the queries. The initial gain and shift make batch norm the identity.
-        hidden: number of hidden units.
         scale: scale of the inner products of queries and centroids.
-        seed: seed of the random hidden units.
     """
     Hkv, _, D = centroids.shape
     folded = router(centroids, hidden, scale)
@@ -113,8 +111,6 @@ def fold(params: Params, spread: Spread, share: mx.array) -> Params:
     Return the four arrays that the artefact stores.
 
     Args:
-        params: parameters of the trained networks.
-        spread: mean and covariance of the training queries.
         share: ``(Hkv, C)`` share of the keys in each bucket. The networks learn the attention per bucket. Division by
             ``share`` gives the attention per key. The attention per key gives a higher recall for an equal number of
             keys.
@@ -145,8 +141,6 @@ class Training:
 
     Attributes:
         batch: number of rows per step and head.
-        rate: learning rate of the first step.
-        seed: seed of the initial networks and of the batches.
     """
 
     hidden: int
@@ -178,9 +172,7 @@ def train_layer(
     Args:
         rows: training rows of each KV head.
         centroids: k-means centroids ``(Hkv, C, D)``.
-        training: hyperparameters of the networks.
         scale: scale of the attention scores and of the k-means router.
-        progress: a progress bar that counts steps.
     """
     every = router(mx.array(centroids), training.hidden, scale)
     heads = [head for head, found in enumerate(rows) if has_enough_rows(found)]

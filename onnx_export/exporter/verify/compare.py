@@ -56,9 +56,6 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
 
     Args:
         model: the model before ``lower`` was applied.
-        folder: the folder of model.onnx and its data.
-        expected: logits that MLX computed, and tolerances.
-        target: settings of the exported file.
         lower: function that transformed ``model`` before the file was written, such as `inline`. `compare` also
             applies this function to the copy.
 
@@ -129,7 +126,6 @@ def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
 
 
 def _steps(file: File, tokens: Array) -> list[Array]:
-    """Return the logits after a prefill of `PROMPT` tokens, and the logits after one more token."""
     return [file.step(tokens[:, begin:end]).copy() for begin, end in ((0, PROMPT), (PROMPT, PROMPT + 1))]
 
 

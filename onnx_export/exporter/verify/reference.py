@@ -301,10 +301,8 @@ def _attention_of(model: nn.Module, wrap: Callable[[Attention], Attention]) -> l
 
 
 def _run_chunks(model: nn.Module, chunks: Sequence[Array], cache: Any) -> Array:
-    """Run ``chunks`` in successive calls with one cache. Return the logits (rows, vocabulary) of the last call."""
     return [_run(model, chunk, cache) for chunk in chunks][-1]
 
 
 def _run(model: nn.Module, tokens: Array, cache: Any) -> Array:
-    """Run one call and return the logits (rows, vocabulary) of its last token."""
     return np.array(model(mx.array(tokens), cache=cache)[:, -1])
