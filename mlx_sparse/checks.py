@@ -94,9 +94,6 @@ def check_qkv(queries: Any, keys: Any, values: Any) -> Sizes:
     """Check that ``queries (B, Hq, L, D)`` are compatible with ``keys`` and ``values (B, Hkv, S, D)``.
 
     Return the sizes of the attention call.
-
-    Raises:
-        ShapeError: the numbers of axes, heads or tokens, or the head dims, are incompatible.
     """
     for name, array in (("queries", queries), ("keys", keys), ("values", values)):
         if len(array.shape) != 4:
@@ -222,11 +219,7 @@ def check_router(queries: Any, out_weight: Any, out_bias: Any, hidden_weight: An
 
 
 def read_length(text: str, name: str = "--lengths") -> int:
-    """Parse a number of keys such as ``4096`` or ``4k``.
-
-    Raises:
-        ConfigError: the text is not a number of keys.
-    """
+    """Parse a number of keys such as ``4096`` or ``4k``."""
     number, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"{name}: expected numbers such as 1k,2k,3000, got {text!r}.")
@@ -234,11 +227,7 @@ def read_length(text: str, name: str = "--lengths") -> int:
 
 
 def read_shape(text: str) -> tuple[int, int, int]:
-    """Parse the number of query heads, the number of KV heads and the head dim from a text such as ``32x8x128``.
-
-    Raises:
-        ConfigError: the text is not three positive numbers, or the first is not a multiple of the second.
-    """
+    """Parse the number of query heads, the number of KV heads and the head dim from a text such as ``32x8x128``."""
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
     if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % sizes[1]:
         raise ConfigError(f"--shapes: expected query heads x KV heads x head dim such as 32x8x128, got {text!r}.")

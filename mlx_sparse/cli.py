@@ -90,9 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in HOSTED:
         commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")
     matrix = commands.add_parser("matrix", help="print the table of methods and backends")
-    form = matrix.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="print Markdown, the same on every machine")
-    form.add_argument("--json", action="store_true", help="print JSON")
+    matrix.add_argument("--json", action="store_true", help="print JSON")
     doctor = commands.add_parser(
         "doctor", help="print the installed packages, the backends that can run here, and why other backends cannot"
     )
@@ -137,10 +135,7 @@ def _hosted(name: str, arguments: list[str]) -> int:
 def _matrix(args: argparse.Namespace) -> int:
     from .tools import matrix
 
-    if args.json:
-        print(json.dumps(matrix.rows(), indent=2))
-    else:
-        print(matrix.markdown() if args.markdown else matrix.text())
+    print(json.dumps(matrix.rows(), indent=2) if args.json else matrix.text())
     return 0
 
 

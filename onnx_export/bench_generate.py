@@ -55,11 +55,7 @@ def variants(
 
 
 def _fill(caches: Mapping[str, np.ndarray], method: str) -> None:
-    """Fill the caches with random numbers. The seed is fixed, so that all backends get the same numbers.
-
-    Raises:
-        MemoryError: the caches are too large for this machine.
-    """
+    """Fill the caches with random numbers. The seed is fixed, so that all backends get the same numbers."""
     check_memory(2 * sum(array.nbytes for array in caches.values()), memory(), LARGEST_SHARE)
     rng = np.random.Generator(np.random.SFC64(1))
     noise = rng.standard_normal(max(array.size for array in caches.values()), np.float32)

@@ -36,10 +36,6 @@ class Codes:
         self.coded = KeyCodes(codes, lo, torch.empty_like(lo), torch.zeros(B, Hkv, D, device=keys.device))
         self._spread: torch.Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.coded.nbytes
-
     @outside_inference_mode
     def rewind(self, length: int) -> None:
         """Remove all rows from index ``length`` to the end."""

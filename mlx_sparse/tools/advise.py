@@ -129,9 +129,6 @@ def measure(
 
     Args:
         budgets: for each budget, the largest share of dense attention's elements that a method may move.
-
-    Raises:
-        ConfigError: the text is too short, or `ORACLE` cannot meet any of the budgets.
     """
     wanted = [ORACLE, *(method for method in methods if method != ORACLE)]
     variants, left_out = variants_of(wanted, sorted(budgets, reverse=True), context, D)

@@ -164,9 +164,6 @@ def compare(
 
     Args:
         model, tokenizer: a loaded model and its tokenizer. `enable` was not called on the model.
-
-    Raises:
-        ConfigError: no layer can be sparse, or the context is too short.
     """
     attn = str(config)
     with stage(console, f"finding the crossover length of {attn}"):

@@ -178,11 +178,7 @@ class Search:
         return settings_grid(self.args.alpha_column, self.args.alpha_slash, self.args.chunks)
 
     def tune(self, up_to: int, lengths: tuple[int, ...], progress: tqdm) -> Tuned:
-        """Run every setting at ``lengths`` and select two settings.
-
-        Raises:
-            ConfigError: the accuracy of dense attention is below ``--min-accuracy``.
-        """
+        """Run every setting at ``lengths`` and select two settings."""
         dense = self._measure(None, lengths, progress)
         if dense.accuracy < self.args.min_accuracy:
             raise ConfigError(

@@ -25,9 +25,6 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     Args:
         config: content of the model's config.json, with all end-of-sequence tokens as ``eos_token_id``. Only
             ``eos_token_id``, ``bos_token_id``, ``pad_token_id`` and the network sizes are used.
-
-    Raises:
-        ArtefactError: model.onnx has no caches.
     """
     proto = onnx.load(folder / "model.onnx", load_external_data=False)
     graph, metadata = proto.graph, {entry.key: entry.value for entry in proto.metadata_props}

@@ -141,11 +141,7 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """Read the files that match ``pattern`` from a wheel or source archive. Return a dict from file name to content.
-
-    Raises:
-        ArtefactError: no file matches.
-    """
+    """Read the files that match ``pattern`` from a wheel or source archive. Return a dict from file name to content."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             found = {name: wheel.read(name) for name in wheel.namelist() if fnmatchcase(name, pattern)}

@@ -116,11 +116,7 @@ def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
 
 
 def read(args: argparse.Namespace) -> Request:
-    """Validate the parsed options and convert them to a request.
-
-    Raises:
-        ConfigError: an option has an invalid value, or the requested ``--runtime`` does not support the option.
-    """
+    """Validate the parsed options and convert them to a request."""
     own: dict[str, str | None] = {option: getattr(args, option[2:].replace("-", "_"), None) for option in ONLY}
     for option, value in own.items():
         if value is not None and ONLY[option][0] != args.runtime:

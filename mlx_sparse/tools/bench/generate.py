@@ -144,11 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def variants_of(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, text: str
 ) -> Iterator[list[Generation]]:
-    """Yield one list of variants for each prompt length, with one variant per method.
-
-    Raises:
-        ConfigError: the text is too short.
-    """
+    """Yield one list of variants for each prompt length, with one variant per method."""
     from mlx_lm import load
 
     from ...lm.loading import loading

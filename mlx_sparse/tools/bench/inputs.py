@@ -220,9 +220,6 @@ def check_request(request: Request, backends: tuple[str, ...], shared_only: bool
 
     Args:
         shared_only: True if only the methods in `SHARED_METHODS` are available.
-
-    Raises:
-        ConfigError: a backend is unknown, or a method is not available or does not support a shape.
     """
     for name in request.backends:
         check_choice("--backend", name, backends)

@@ -83,11 +83,7 @@ def fingerprint(model: nn.Module, tokens: Sequence[int], *options: object) -> st
 
 
 def head_dim(model: nn.Module) -> int:
-    """Return the head dim of the first layer with a KV cache.
-
-    Raises:
-        ConfigError: no layer has a KV cache.
-    """
+    """Return the head dim of the first layer with a KV cache."""
     shape = next(filter(None, kv_shapes(model)), None)
     if shape is None:
         raise ConfigError("--model: expected a model with a KV cache, got one without.")

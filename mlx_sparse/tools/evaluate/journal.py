@@ -68,11 +68,7 @@ def _hints(kind: type) -> dict[str, object]:
 
 
 def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: str, first: int = 1) -> list[T]:
-    """Parse each line of ``content`` as JSON, convert the line with ``read``, and return the results.
-
-    Raises:
-        ArtefactError: a line is damaged.
-    """
+    """Parse each line of ``content`` as JSON, convert the line with ``read``, and return the results."""
     found = []
     for number, line in enumerate(content.splitlines(), first):
         try:
@@ -98,9 +94,6 @@ class Journal(Generic[T]):
         Args:
             path: the file; None to keep results in memory only.
             key: hash of the command's inputs.
-
-        Raises:
-            ArtefactError: the file is damaged, or its command or inputs differ from ``command`` or ``key``.
         """
         self.path = path
         self.results: dict[str, T] = {}

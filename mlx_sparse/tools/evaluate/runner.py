@@ -66,9 +66,6 @@ def outcome(scores: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
 
     Args:
         scores: ``(scored, 4)``, from `position_scores`.
-
-    Raises:
-        ConfigError: the model's logits are not finite.
     """
     if not np.isfinite(scores).all():
         raise ConfigError("--model: expected finite logits, got infinity or NaN. Use a copy in bfloat16 or float32.")

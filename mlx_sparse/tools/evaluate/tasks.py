@@ -207,9 +207,6 @@ def insert_statements(
 
     The rest of the prompt is the start of ``text``, with each of ``statements`` inserted at its depth. ``depth`` is the
     depth of the statement that contains the answer.
-
-    Raises:
-        ConfigError: ``context`` is too small for the statements.
     """
     first = opening(tokenizer)
     pieces = [(place, encode(tokenizer, statement)) for place, statement in sorted(statements)]

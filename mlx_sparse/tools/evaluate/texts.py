@@ -91,11 +91,7 @@ def _novels(cache: Path) -> str:
 
 
 def gutenberg(text: str, title: str) -> str:
-    """Extract the book ``title`` from ``text``, which contains books of Project Gutenberg. Omit the header and license.
-
-    Raises:
-        ArtefactError: ``text`` does not contain the book.
-    """
+    """Extract the book ``title`` from ``text``, which contains books of Project Gutenberg. Omit header and license."""
     first, last = (rf"^\*\*\* ?{end} OF TH(?:E|IS) PROJECT GUTENBERG EBOOK,? " for end in ("START", "END"))
     found = re.search(rf"{first}{re.escape(title)} ?\*\*\*$(.*?){last}", text, re.MULTILINE | re.DOTALL)
     if found is None:

@@ -22,11 +22,7 @@ class BudgetTooSmall(ConfigError):
 
 
 def read_budget(text: str) -> Fraction:
-    """Parse a share of dense attention's transfers, such as ``"1/8"`` or ``"0.125"``.
-
-    Raises:
-        ConfigError: ``text`` is not a number above 0 and below 1.
-    """
+    """Parse a share of dense attention's transfers, such as ``"1/8"`` or ``"0.125"``."""
     try:
         share = Fraction(text.strip())
     except (ValueError, ZeroDivisionError):

@@ -90,11 +90,7 @@ class Collection:
         return sum(2 * math.prod(shape) for shape in shapes)
 
     def texts(self, layer: int) -> Texts:
-        """Return the collected arrays of ``layer``. The arrays are mapped from the files, not loaded.
-
-        Raises:
-            ArtefactError: the files are missing or damaged.
-        """
+        """Return the collected arrays of ``layer``. The arrays are mapped from the files, not loaded."""
         layer_shape = self.layer_shapes[layer]
         try:
             arrays = {
@@ -196,11 +192,7 @@ def collect(
 
 
 def _completed_texts(journal: Journal[Done], collection: Collection) -> int:
-    """Return the number of texts in the journal.
-
-    Raises:
-        ArtefactError: the texts in the journal are not the first texts of the collection in the same order.
-    """
+    """Return the number of texts in the journal."""
     done = len(journal.results)
     entries = [(str(window), Done(collection.length)) for window in range(min(done, collection.windows))]
     if list(journal.results.items()) != entries:
@@ -252,9 +244,6 @@ def find_layer_shapes(model: nn.Module, dense_layers: int) -> dict[int, LayerSha
     """Return a dict from the index of each layer that can use SAAP to the shape of the layer.
 
     The first ``dense_layers`` attention layers are omitted.
-
-    Raises:
-        ConfigError: no layer can use SAAP. The message lists the reasons.
     """
     sources = find_sources(model)
     order = sorted(sources)
@@ -288,11 +277,7 @@ def find_layer_shapes(model: nn.Module, dense_layers: int) -> dict[int, LayerSha
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create ``folder``, and lock it while the ``with`` block runs.
-
-    Raises:
-        ConfigError: another run has locked the folder.
-    """
+    """Create ``folder``, and lock it while the ``with`` block runs."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         try:

@@ -107,9 +107,6 @@ def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, wh
     Rounding may change the selection between keys or blocks with almost equal scores. Such changes are rare, so they do
     not affect the median. A single row may therefore differ by ``allowed`` plus the largest difference between
     ``wanted`` and ``dense`` in this row.
-
-    Raises:
-        ArtefactError: the median exceeds ``allowed``, or a row exceeds its limit.
     """
     error = np.abs(got - wanted).max(axis=1)
     median = float(np.median(error))
