@@ -117,12 +117,7 @@ class SparQLayer(DynamicLayer):
         )
 
     def read(
-        self,
-        *,
-        mean: bool,
-        spread: bool,
-        padding: Padding | None,
-        coded: bool = False,
+        self, *, mean: bool, spread: bool, padding: Padding | None, coded: bool = False
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
         """Return the scoring keys, the mean value and the spread of the key components for all rows in the cache.
 

@@ -60,8 +60,7 @@ class Codes:
                 stop = min(start + CHUNK // GROUP, full)
                 codes, lo, step, center = (array[sequences] for array in self.coded)
                 new = code_groups(
-                    keys[sequences, :, first + start * GROUP : first + stop * GROUP],
-                    center=center if start else None,
+                    keys[sequences, :, first + start * GROUP : first + stop * GROUP], center=center if start else None
                 )
                 codes[..., start * BYTES : stop * BYTES] = new.codes
                 lo[..., start:stop] = new.lo

@@ -159,10 +159,7 @@ def attend(
             "BLOCK_ROWS": power_of_2(min(B * Hkv, MOST_ROWS)),
             "UPCAST": upcast(keys.dtype),
         },
-        {
-            "num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize),
-            "num_stages": tiles.stages,
-        },
+        {"num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize), "num_stages": tiles.stages},
     ).run()
     return out.to(queries.dtype), lse
 

@@ -84,10 +84,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         "printed as soon as it is measured: on standard error, or with -o jsonl on standard output.",
     )
     stages = parser.add_subparsers(dest="stage", metavar="WHAT", required=True)
-    for stage, about in (
-        ("step", "a decode step of one layer"),
-        ("prefill", "a prefill of one layer"),
-    ):
+    for stage, about in (("step", "a decode step of one layer"), ("prefill", "a prefill of one layer")):
         _add_options(stages.add_parser(stage, help=about, description=f"Time {about}."), stage)
     about = "tokens per second of mlx_lm.generate, or of an exported model"
     generate = stages.add_parser("generate", help=about)

@@ -160,12 +160,7 @@ def has_enough_rows(rows: Rows) -> bool:
 
 
 def train_layer(
-    rows: Sequence[Rows],
-    centroids: Array,
-    training: Training,
-    *,
-    scale: float,
-    progress: tqdm = None,
+    rows: Sequence[Rows], centroids: Array, training: Training, *, scale: float, progress: tqdm = None
 ) -> Layer:
     """Train the query networks of a layer. Return the layer with its centroids and networks in float32.
 
@@ -187,13 +182,7 @@ def train_layer(
     return Layer(mx.array(centroids), **every)
 
 
-def _train(
-    rows: Sequence[Rows],
-    centroids: mx.array,
-    training: Training,
-    scale: float,
-    progress: tqdm,
-) -> Params:
+def _train(rows: Sequence[Rows], centroids: mx.array, training: Training, scale: float, progress: tqdm) -> Params:
     spread = Spread.of([found.queries for found in rows])
     params = start(centroids, spread, training.hidden, scale, training.seed)
     optimizer = Adam(training.rate, bias_correction=True)

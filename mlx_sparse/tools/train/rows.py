@@ -120,10 +120,7 @@ def bucket_mass(
 
 
 def _by_chunks(
-    queries: Array,
-    keys: Array,
-    positions: Array,
-    of_chunk: Callable[[mx.array, mx.array, mx.array], mx.array],
+    queries: Array, keys: Array, positions: Array, of_chunk: Callable[[mx.array, mx.array, mx.array], mx.array]
 ) -> Array:
     """Call ``of_chunk(positions, distances to the keys, inner products)`` for one chunk of queries at a time.
 
@@ -164,14 +161,7 @@ class Rows:
 
 
 def long_range_rows(
-    texts: Texts,
-    ids: Array,
-    head: int,
-    *,
-    buckets: int,
-    distances: Distances,
-    max_rows: int,
-    seed: int = 0,
+    texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances, max_rows: int, seed: int = 0
 ) -> Rows:
     """Return at most ``max_rows`` training rows from all texts and all query heads of one KV head.
 

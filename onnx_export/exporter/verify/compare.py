@@ -83,10 +83,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         if is_sparse:
             median = _median_error(got[1], logits[2], logits[1], expected.sparse, where="sparse attention")
     of_long: list[float | None] = []
-    longer = (
-        (expected.sampled, "a sampled prompt"),
-        (expected.coded, "int4 scoring keys"),
-    )
+    longer = ((expected.sampled, "a sampled prompt"), (expected.coded, "int4 scoring keys"))
     for long, where in longer:
         if long is None:
             of_long.append(None)
