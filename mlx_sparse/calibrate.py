@@ -162,11 +162,7 @@ def differing(key: MeasurementKey) -> list[str]:
 
 
 def write_measurement(key: MeasurementKey, result: Mapping[str, object]) -> None:
-    """Store ``result`` in the calibration file for ``key``.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Store ``result`` in the calibration file for ``key``."""
     path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"key": key, "result": result}, indent=1)
@@ -521,9 +517,6 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
     Return a dict with the lengths "S" and "L" and two estimates of the largest density at which sparse attention is
     faster. "share" is the lower quartile over the turns, and "best" is the upper quartile. The time of attention is
     assumed to be linear in the number of blocks. On a CPU, one head represents all heads.
-
-    Raises:
-        MemoryError: not enough memory is free.
     """
     step, L = layer.step, layer.L
     heads, G = (1, 1) if device_kind() == "cpu" else (step.heads, step.G)
@@ -561,9 +554,7 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
     """Compute the largest density at which sparse attention is faster than dense attention.
 
-    ``dense`` is the time of dense attention in seconds, and ``select`` the time of the selection of blocks. ``few`` and
-    ``many`` are the times of attention to few and to many blocks. ``kept`` contains the densities of the few and of the
-    many blocks.
+    The times are in seconds. ``kept`` contains the densities of the few and of the many blocks.
     """
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few

@@ -28,7 +28,6 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """True if the part has all layers and all heads."""
         return self.layers is None and self.size == 1
 
 

@@ -51,11 +51,7 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the variants to time for a case. They run dense attention and each sparse method on each backend.
-
-    Raises:
-        MemoryError: the case is too large for this machine.
-    """
+    """Yield the variants to time for a case. They run dense attention and each sparse method on each backend."""
     decode = case.step is None
     needed = 4 * max(2 * case.keys, BYTES_IN_TURNS) if decode else 16 * case.S * case.shape.D * case.shape.Hq
     check_memory(needed, environment.memory(), LARGEST_SHARE)

@@ -84,7 +84,6 @@ def utils() -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a template argument as a JSON value."""
     return value if isinstance(value, int | bool) else str(value).removeprefix("mlx.core.")
 
 

@@ -70,7 +70,6 @@ class Attempt:
 
     @property
     def sparse(self) -> bool:
-        """True if at least one attention call was sparse."""
         return any(row.sparse_calls for row in self.rows)
 
     @property
@@ -100,7 +99,6 @@ class Quality:
 
     @property
     def oracle_fails(self) -> bool:
-        """True if all attempts with `ORACLE` fail. `ORACLE` is the best selection of keys."""
         return not any(attempt.passes for attempt in self.oracle)
 
     @property

@@ -112,7 +112,6 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Ratio of sparse to dense decode speed."""
         return self.sparse.tokens_per_second / self.dense.tokens_per_second
 
     @property
@@ -123,7 +122,6 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """True if the dense and the sparse answer have the same tokens."""
         return self.dense.tokens == self.sparse.tokens
 
     def bytes_per_token(self, kind: str) -> float | None:
@@ -135,7 +133,6 @@ class Comparison:
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 
     def as_dict(self) -> dict[str, object]:
-        """Return the comparison as a dict for JSON."""
         return (
             asdict(self)
             | {name: getattr(self, name) for name in ("speedup", "same_tokens", "identical")}

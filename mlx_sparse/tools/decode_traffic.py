@@ -42,7 +42,6 @@ class LayerCache:
     readers: int = 1
 
     def nbytes(self, S: int) -> int:
-        """Return the size of the cache in bytes at ``S`` tokens."""
         return self.fixed + self.per_token * (S if self.window is None else min(S, self.window))
 
     def __str__(self) -> str:
@@ -58,7 +57,6 @@ class Served:
     layers: int
 
     def dense_bytes(self, S: int) -> int:
-        """Return the bytes that dense attention moves in a decode step of all ``layers`` together at ``S`` keys."""
         step = self.layer.step
         return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
 
@@ -86,7 +84,6 @@ class Traffic:
         return sum(cache.readers * cache.nbytes(S) for cache in self.caches)
 
     def nbytes(self, S: int) -> int:
-        """Return the total size of the caches in bytes at ``S`` tokens."""
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:

@@ -75,11 +75,9 @@ class Printer:
 
     @property
     def at_once(self) -> bool:
-        """True if each result is printed immediately and not at the end."""
         return bool(self._form == "jsonl")
 
     def line(self, line: Mapping[str, object]) -> None:
-        """Add the result ``line``. If the output format is JSON lines, also print the result."""
         self.lines.append(line)
         if self.at_once:
             self._print(json.dumps({**line, "run": self._facts}, default=str))

@@ -130,7 +130,6 @@ class Measured:
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy over all tasks."""
         return mean(self.tasks.values())
 
     @property
@@ -159,7 +158,6 @@ class Tuned:
 
     @property
     def lossless(self) -> bool:
-        """True if the accuracy-first setting is at least as accurate as dense attention."""
         return self.accuracy_first.accuracy >= self.dense.accuracy
 
 
@@ -229,8 +227,7 @@ def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Mea
     The accuracy-first setting has the least work of all settings that are as accurate as dense attention. If no
     setting is that accurate, the most accurate setting is selected. The speed-first setting has the least work of all
     settings that keep `SPEED_FIRST_SHARE` of dense attention's accuracy. If no setting keeps that share, both settings
-    are the same. Settings are ranked by work, because times are reproducible only on an idle machine. Of settings with
-    equal work, the setting with the smaller parameters is selected.
+    are the same. Settings are ranked by work, because times are reproducible only on an idle machine.
     """
 
     def cheapest(candidates: Sequence[Measured]) -> Measured:

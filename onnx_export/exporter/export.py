@@ -159,7 +159,6 @@ def export(
 
 
 def _with_dense_below(config: Method, given: int) -> Method:
-    """Return ``config`` with ``dense_below`` set to ``given``, the value of ``--dense-below``."""
     configured = getattr(config, "dense_below", None)
     if configured is None:
         raise ConfigError(f"--dense-below: expected no value for a --method that decodes densely, got {given}.")

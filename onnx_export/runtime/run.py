@@ -200,7 +200,6 @@ class Detokenizer:
         self._returned = 0
 
     def add(self, token: int) -> str:
-        """Add a token and return the new complete characters."""
         self._tokens.append(token)
         text = self.rest()
         if text.endswith("\ufffd"):  # an incomplete character

@@ -78,10 +78,6 @@ def find_model(name: str | None, cache: Path, license: str | None = None) -> str
 
     Args:
         name: the value of ``--model``; None for the default model.
-
-    Raises:
-        ConfigError, PackageMissing: as in `check_model`.
-        ArtefactError: the model cannot be fetched, or its files are damaged.
     """
     check_model(name, cache, license)
     name = name or DEFAULT

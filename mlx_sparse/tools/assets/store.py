@@ -98,9 +98,6 @@ def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (
     Args:
         requirement: ``name==version``.
         source: fetch the source archive instead of a wheel.
-
-    Raises:
-        ArtefactError: the download fails, or the file has a different hash.
     """
     what, suffix = ("source archive", ".tar.gz") if source else ("wheel", ".whl")
     # The build requirements of a source archive may be wheels.

@@ -30,7 +30,6 @@ class Shape:
 
     @property
     def G(self) -> int:
-        """Number of query heads per KV head."""
         return self.Hq // self.Hkv
 
     def __str__(self) -> str:
@@ -67,7 +66,6 @@ class Case:
         return self.rows * self.S * self.shape.D * self.item
 
     def as_dict(self) -> dict[str, object]:
-        """Return a dict from the names of a result row's columns to the sizes."""
         found = {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
         return found if self.step is None else found | {"step": self.step}
 
@@ -144,7 +142,6 @@ class Row:
     failed: bool = False
 
     def as_dict(self) -> dict[str, object]:
-        """Return the row as a dict for JSON. Missing values are None."""
         found = {"kind": "row", **self.case.as_dict(), "method": self.method, "backend": self.backend, **self.details}
         for name, spread in self.spreads.items():
             found |= {f"{name}{end}": getattr(spread, of, None) for end, of in ENDS.items()}

@@ -66,11 +66,7 @@ def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | N
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the variants to time on a case. They are dense attention, a read of all keys and values, and all methods.
-
-    Raises:
-        MemoryError: the case is too large for this machine.
-    """
+    """Yield the variants to time on a case. They are dense attention, a read of all keys and values, each method."""
     B, S, shape = case.B, case.S, case.shape
     on_cpu = mx.default_device().type == mx.cpu
     if case.step is None:
@@ -235,7 +231,6 @@ class MlxStep(MlxVariant):
         return problem.wrong(out)
 
     def problem(self) -> Problem:
-        """Return the inputs and the expected output for `check`."""
         return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
 
     def batch(self, array: np.ndarray) -> mx.array:

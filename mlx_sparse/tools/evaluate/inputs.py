@@ -38,11 +38,7 @@ def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) ->
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Check the options for the model and the texts before anything is fetched or loaded.
-
-    Raises:
-        ConfigError, PackageMissing: as in `check_model` and `texts.check`.
-    """
+    """Check the options for the model and the texts before anything is fetched or loaded."""
     check_model(args.model, cache_directory(args.cache_dir), args.accept_license)
     texts.check(args.text)
 

@@ -127,12 +127,10 @@ class Row:
 
     @property
     def of_prompt(self) -> bool:
-        """True if the method is sparse only in the prefill."""
         return self.prefill or (bool(self.density) and self.compression == 1)
 
     @property
     def sparse_share(self) -> float:
-        """Share of the attention calls that were sparse."""
         return self.sparse_calls / max(1, self.sparse_calls + self.dense_calls)
 
 

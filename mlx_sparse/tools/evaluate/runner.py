@@ -188,7 +188,6 @@ class Prompt:
         return passage_logits(self.model, self.passage, self.step)[0]
 
     def trials(self, variant: Variant) -> list[Trial]:
-        """Run ``variant`` on the passage. Return a list with a single trial."""
         targets = self.passage.targets
         if variant == DENSE:
             return [Trial(prompt_outcome(self.reference, self.reference, targets, self.n_bytes))]

@@ -43,7 +43,6 @@ class Passage:
 
     @property
     def targets(self) -> list[int]:
-        """The tokens that follow the scored positions."""
         return [self.tokens[position + 1] for position in self.scored]
 
 
@@ -322,11 +321,9 @@ class Cloze:
 def question(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Example]:
     """Yield examples in which the model must complete a sentence from one of eight passages.
 
-    The task is similar to SQuAD with confusion contexts. The prompt ends with the sentence up to the answer. The answer
-    is one word that occurs only once in the passages. At least six words of the sentence come before the answer.
-    Numbers are preferred as answers, then capitalized words, then long words. The seven passages that do not contain
-    the answer are selected from `CANDIDATES` random passages. They share as many words as possible with the quoted part
-    of the sentence. The position of the passage that contains the answer rotates.
+    The task is similar to SQuAD with confusion contexts. The prompt ends with the sentence up to the answer, which is a
+    word that occurs once in the passages: a number if possible, else a capitalized or long word. The other passages
+    share as many words as possible with the quoted part of the sentence.
     """
     rng = random.Random(seed)
     first, gap = opening(tokenizer), encode(tokenizer, "\n\n")

@@ -85,7 +85,6 @@ class Collection:
 
     @property
     def bytes(self) -> int:
-        """Size of the complete folder in bytes."""
         shapes = [shape for layer in self.layer_shapes.values() for shape in self._shapes(layer).values()]
         return sum(2 * math.prod(shape) for shape in shapes)
 
@@ -168,11 +167,6 @@ def collect(
         model: an mlx-lm model on which `enable` was not called.
         windows: tokens of each text.
         key: hash of the inputs of the run.
-
-    Raises:
-        ArtefactError: the journal of an interrupted run is damaged.
-        ConfigError: the disk has too little free space.
-        OSError: the disk is full.
     """
     found = Collection(folder, layer_shapes, len(windows), len(windows[0]), queries, first, seed)
     journal = Journal(folder / "windows.jsonl", "train-saap", key, Done)
@@ -192,7 +186,6 @@ def collect(
 
 
 def _completed_texts(journal: Journal[Done], collection: Collection) -> int:
-    """Return the number of texts in the journal."""
     done = len(journal.results)
     entries = [(str(window), Done(collection.length)) for window in range(min(done, collection.windows))]
     if list(journal.results.items()) != entries:

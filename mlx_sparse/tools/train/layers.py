@@ -140,11 +140,7 @@ def _head_centroids(keys: Array, recipe: Recipe) -> Array:
 
 
 def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
-    """Cluster ``keys (n, D)`` and return ``buckets`` centroids ``(C, D)`` of length 1. No key may be a sink.
-
-    Raises:
-        ConfigError: there are more buckets than keys.
-    """
+    """Cluster ``keys (n, D)`` and return ``buckets`` centroids ``(C, D)`` of length 1. No key may be a sink."""
     if len(keys) > POINTS * buckets:
         keys = keys[np.sort(np.random.default_rng(seed).choice(len(keys), POINTS * buckets, replace=False))]
     return np.array(fit(mx.array(keys), buckets, seed=seed))

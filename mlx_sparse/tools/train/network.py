@@ -35,7 +35,6 @@ class Spread:
 
     @classmethod
     def of(cls, queries: Sequence[np.ndarray]) -> Spread:
-        """Compute the mean and covariance of each head's queries ``(N, D)``."""
         means = np.stack([rows.mean(axis=0, keepdims=True, dtype=np.float64) for rows in queries])
         spread = [(rows - mean).T @ (rows - mean) / len(rows) for rows, mean in zip(queries, means, strict=True)]
         return cls(mx.array(means.astype(np.float32)), mx.array(np.stack(spread).astype(np.float32)))

@@ -40,7 +40,6 @@ class Distances:
 
     @property
     def exact(self) -> int:
-        """Number of sink and recent tokens, which every query attends to."""
         return self.sink_tokens + self.recent_tokens
 
 

@@ -98,7 +98,6 @@ class SaapDecoding(Decoding):
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Head dim, number of buckets, and number of query network weights per KV head."""
         layer = next(iter(self.layers.values()))
         heads, buckets, D = layer.centroids.shape
         network = layer.arrays()

@@ -58,9 +58,6 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         model: the model before ``lower`` was applied.
         lower: function that transformed ``model`` before the file was written, such as `inline`. `compare` also
             applies this function to the copy.
-
-    Raises:
-        ArtefactError: the logits differ by more than the tolerance.
     """
     logits = expected.logits
     native = "off" if target.decode.has_body else "auto"
@@ -124,12 +121,7 @@ def _steps(file: File, tokens: Array) -> list[Array]:
 
 
 class File(Runner):
-    """A runner whose ``max_length`` is the full capacity of the caches.
-
-    Raises:
-        ConfigError: the caches do not fit into memory.
-        ArtefactError: the file does not load or run.
-    """
+    """A runner whose ``max_length`` is the full capacity of the caches."""
 
     def __init__(self, path: Path, rows: int, native: str) -> None:
         super().__init__(path, native=native, batch=rows)

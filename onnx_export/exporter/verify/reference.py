@@ -85,9 +85,6 @@ def reference(model: nn.Module, target: Target) -> Expected:
     """Compute logits and tolerances on the CPU, because Metal's matrix products may be less exact than float32.
 
     This function rounds the parameters of ``model`` in place, as the exporter does for the file.
-
-    Raises:
-        ArtefactError: the logits are not finite.
     """
     with mx.stream(mx.cpu), _layer_by_layer(model):
         return _reference(model, target)
