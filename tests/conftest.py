@@ -36,12 +36,7 @@ NOT_HERE = {"*test_onnx_*.py": OLD, "docs/test_site.py": OLD, "*test_triton_*.py
 collect_ignore_glob = [names for names, why in NOT_HERE.items() if why]
 
 
-# This test downloads 240 MB under a license that is not open source.
-REAL_GEMMA = "test_gemma3_real.py"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--accept-license", choices=["gemma"], help=f"accept the Gemma Terms of Use: run {REAL_GEMMA}")
     parser.addoption("--fast", action="store_true", help="the fast tier: no test that is marked slow")
     parser.addoption("--every", action="store_true", help="all cases of tests that run some of theirs, whole examples")
 
@@ -49,10 +44,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     tiers.every = config.getoption("every")
     config.addinivalue_line("markers", "slow: takes half a minute or more, or starts dozens of processes")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if collection_path.name == REAL_GEMMA and not config.getoption("accept_license") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,10 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    absent = [f"not collected {NOT_HERE[name]}: {name}" for name in collect_ignore_glob]
-    if not config.getoption("accept_license"):
-        absent.append(f"not collected without --accept-license gemma: {REAL_GEMMA}")
-    return [*tier(config), *absent]
+    return [*tier(config), *(f"not collected {NOT_HERE[name]}: {name}" for name in collect_ignore_glob)]
 
 
 def tier(config: pytest.Config) -> list[str]:

@@ -11,14 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import (
-    BatchKVCache,
-    CacheList,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-    save_prompt_cache,
-)
+from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache, save_prompt_cache
 from tiny_caches import ALL_BUFFERS, COLUMNS, PADDING, D, H, Rows, attend, batch_of, padded, single
 from tiny_models import build, prompt_of
 

@@ -68,13 +68,7 @@ def without_padding(cache: Any) -> mx.array:
     ids=["statistics not trimmed", "lists not trimmed", "state kept for moved rows", "padding attended"],
 )
 def test_planted_bug_is_found_and_replayed_by_its_seed(
-    owner: type,
-    name: str,
-    wrong: Any,
-    attn: str,
-    first: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    owner: type, name: str, wrong: Any, attn: str, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(owner, name, wrong)
     Summary().find(first, tmp_path, attn)

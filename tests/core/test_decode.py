@@ -8,19 +8,7 @@ import numpy as np
 import pytest
 import reference
 from adapters import backends_with
-from cases import (
-    CASES,
-    DECODE,
-    ODD_CASES,
-    PRECISION,
-    SOME_CASES,
-    Array,
-    Case,
-    Padded,
-    covering,
-    every_parameter,
-    ulp,
-)
+from cases import CASES, DECODE, ODD_CASES, PRECISION, SOME_CASES, Array, Case, Padded, covering, every_parameter, ulp
 from expected import assert_conforms, attended, expected
 
 from mlx_sparse import oracle

@@ -138,13 +138,6 @@ def test_unknown_names_get_a_suggestion(call: Callable[[], Any], suggestion: str
     assert message_of(lambda: parse("zzz")).endswith("got 'zzz'.")
 
 
-@pytest.mark.parametrize("text", ["sparq,rank=16", "sample+sparq,rank=16", "sparq , rank=16,top_k=8"])
-def test_comma_in_place_of_colon_is_pointed_out(text: str) -> None:
-    message = message_of(lambda: parse(text))
-    assert message.startswith("attn: expected ':' before the first key, got 'sparq")
-    assert "Write 'sparq:rank=16" in message
-
-
 def test_full_disk_error_names_the_file(tmp_path: Path) -> None:
     file, results = tmp_path / "whole.txt", tmp_path / "results.jsonl"
     journal = Journal(results, "test", "key", Outcome)

@@ -7,13 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from cases import (
-    assert_as_good_as_plain,
-    assert_selection_within,
-    covering,
-    every_parameter,
-    plain_attention,
-)
+from cases import assert_as_good_as_plain, assert_selection_within, covering, every_parameter, plain_attention
 from expected import METHODS, assert_coded_step, assert_conforms, attended, coded_parameters, expected
 from quantized_cases import PackedCase, adapter, packed_cases
 from sample_cases import SampleCase

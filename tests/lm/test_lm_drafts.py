@@ -420,7 +420,7 @@ def test_a_part_of_a_model_is_refused(enabled: Callable[..., Any]) -> None:
     enabled(model)
     plan = plan_of(model)
     assert plan is not None
-    plan.shards = 2
+    model.model.pipeline_size, model.model.start_idx, model.model.end_idx = 2, 0, 1
     with pytest.raises(ConfigError, match="lossless: expected a whole model on one process, got a part of a model"):
         make_lossless(plan, model, None)
 

@@ -7,7 +7,6 @@ import gc
 import importlib
 import inspect
 import sys
-import threading
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
@@ -18,11 +17,7 @@ import pytest
 from mlx_lm import batch_generate, stream_generate
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
-from mlx_lm.models.cache import (
-    KVCache,
-    make_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model
 from tiny_models import FAMILIES, EveryStepSparQ, build, greedy, prompt_of, write
@@ -310,24 +305,3 @@ def test_changed_interface_of_mlx_lm_raises_with_the_version(
     with pytest.raises(mlx_sparse.BackendUnavailable, match=r"mlx-lm 0\.31\.3 or 0\.32") as error:
         mlx_sparse.enable(model)
     assert problem in str(error.value)
-
-
-def test_threads_use_the_methods_of_their_own_models(dense: list[int]):
-    results: dict[str, Any] = {}
-
-    def work(name: str, attn: str | None) -> None:
-        model = build()
-        if attn is not None:
-            mlx_sparse.enable(model, attn)
-        results[name] = [tokens_of(model) for _ in range(5)], mlx_sparse.report(model)
-        mx.synchronize()
-
-    threads = [threading.Thread(target=work, args=job) for job in (("sparse", SPARSE), ("dense", None))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert results["dense"] == ([dense] * 5, None)
-    tokens, report = results["sparse"]
-    assert tokens == [tokens[0]] * 5 != [dense] * 5
-    assert report.sparse_calls == 5 * LAYERS * STEPS

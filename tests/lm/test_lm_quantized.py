@@ -9,12 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import (
-    QuantizedKVCache,
-    load_prompt_cache,
-    save_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse

@@ -51,10 +51,7 @@ def test_a_session_adds_the_calls_of_all_its_models() -> None:
     assert session.calls().prefill == 8
 
 
-INTERFACES = [
-    (server.ResponseGenerator, "generate"),
-    (server, "GenerationContext"),
-]
+INTERFACES = [(server.ResponseGenerator, "generate"), (server, "GenerationContext")]
 
 
 @pytest.mark.parametrize(("owner", "name"), INTERFACES, ids=[name for _, name in INTERFACES])

@@ -7,13 +7,7 @@ import pytest
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.core.reasons import shorter_than
-from mlx_sparse.lm.statistics import (
-    RECALL_STEPS,
-    DraftStatistics,
-    LayerStatistics,
-    PrefillStatistics,
-    RecallStatistics,
-)
+from mlx_sparse.lm.statistics import RECALL_STEPS, DraftStatistics, LayerStatistics, PrefillStatistics, RecallStatistics
 
 SHORT = shorter_than(4096)
 

@@ -1,10 +1,8 @@
 """Test the time of the start-up hook, and that it wraps only the commands of mlx-lm."""
 
 import importlib.util
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import hook_cost
@@ -49,23 +47,6 @@ def test_every_interpreter_installs_the_hook_without_heavy_modules():
     first, *modules = python(code).split()
     assert first == "CommandFinder"
     assert not {"argparse", "mlx", "mlx_lm", "mlx_sparse", "numpy", "transformers"} & set(modules)
-
-
-def test_hook_takes_less_than_half_a_millisecond():
-    code = f"""
-import sys, time
-start = time.perf_counter()
-{PTH}
-print(time.perf_counter() - start)
-"""
-    deadline = time.monotonic() + 20  # take the best of several runs, because other work on the machine delays a run
-    while (seconds := float(python(code, "-I", "-S"))) >= 0.5e-3:
-        assert time.monotonic() < deadline, f"{seconds * 1e3:.2f} ms"
-
-
-def test_hook_cost_prints_the_cost(capsys):
-    hook_cost.report(2)
-    assert re.search(r"^median -?\d+\.\d\d", capsys.readouterr().out, re.MULTILINE)
 
 
 def fake_library(folder: Path) -> None:

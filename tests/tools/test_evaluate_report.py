@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib
 import mlx.core as mx
 import pytest
 from json_tables import read_tables
@@ -90,15 +89,6 @@ def test_prefill_is_drawn_over_density() -> None:
     assert drawn(ax) == {"sparq:rank=16": [(0.5, pytest.approx(1.15))]}
 
 
-def test_picture_depends_on_the_figures_only() -> None:
-    first = picture.svg(picture.draw(DECODE))
-    with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "svg.hashsalt": None}):
-        assert picture.svg(picture.draw(DECODE)) == first
-    assert picture.svg(picture.draw([DECODE[0], replace(DECODE[1], compression=0.4)])) != first
-    one = replace(DECODE[1], examples=1, mean_error=NAN, error=NAN)
-    assert picture.draw([one]) is not None  # no error bars
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a report with all sections."""
@@ -138,13 +128,6 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     assert "script" not in {tag for tag, _ in page.elements}
     shown = HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}").replace("\x00", "\N{REPLACEMENT CHARACTER}")
     assert page.text.count(shown) >= 6
-
-
-def test_page_of_many_results_stays_small(tmp_path: Path) -> None:
-    rows = [row("dense"), *(row(f"sparq:rank={rank}", 0.8, rank / 100) for rank in range(1, 200))]
-    report.write(tmp_path, rows, FACTS)
-    assert "sparq:rank=199" in Page(tmp_path).text
-    assert (tmp_path / report.PAGE).stat().st_size < 500_000
 
 
 def as_lines(rows: Any, **changes: Any) -> list[str]:
@@ -199,12 +182,6 @@ def test_damaged_results_are_a_one_line_error(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"mlx-sparse: error: {tmp_path}/results.jsonl: expected ") and message in line
     assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
-
-
-def test_textual_facts_are_shown(tmp_path: Path) -> None:
-    (tmp_path / "results.jsonl").write_text("\n".join(as_lines(DECODE, machine={"memory": "much"})))
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert "memory: much" in Page(tmp_path).text
 
 
 def test_missing_matplotlib_is_reported_first(monkeypatch: pytest.MonkeyPatch) -> None:

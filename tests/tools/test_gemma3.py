@@ -1,4 +1,4 @@
-"""Test the conversion of Gemma 3 with a tiny file of the same format. `test_gemma3_real` tests the real model."""
+"""Test the conversion of Gemma 3 with a tiny file of the same format."""
 
 from __future__ import annotations
 

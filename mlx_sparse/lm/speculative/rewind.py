@@ -52,8 +52,8 @@ class Checked:
     def __init__(self, before: Undo, caches: list[Any], inputs: mx.array, kept: int, model: Callable[..., Any]) -> None:
         self._before, self._caches, self._inputs, self._kept, self._model = before, caches, inputs, kept, model
         found, written = leaves(caches), slice(-len(inputs), None)
-        self._rows: list[Any] = [cache for cache in found if isinstance(cache, ROWS)]
         windows: list[Any] = [cache for cache in found if isinstance(cache, RotatingKVCache)]
+        self._rows: list[Any] = [cache for cache in found if isinstance(cache, ROWS)]
         self._windows = [(cache, cache.keys[..., written, :], cache.values[..., written, :]) for cache in windows]
         self._after = Undo(caches) if len(self._rows) + len(self._windows) < len(found) else None
         before.restore()
@@ -80,11 +80,11 @@ class Checked:
         caches = self._caches if count == self._kept else _copies(self._caches)
         self._model(self._inputs[None, :count], cache=caches)
         if caches is not self._caches:
-            for own, used in zip(leaves(self._caches), leaves(caches), strict=True):
-                if isinstance(own, ROWS):
-                    own.trim(-count)  # type: ignore[no-untyped-call]
-                else:
-                    vars(own).update(vars(used))
+            for cache in self._rows:
+                cache.trim(-count)
+            for cache, used in zip(leaves(self._caches), leaves(caches), strict=True):
+                if cache not in self._rows:
+                    vars(cache).update(vars(used))
 
 
 def _references(value: Any) -> Any:

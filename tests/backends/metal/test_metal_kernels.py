@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 import reference
 from adapters import ADAPTERS
-from cases import (
-    Case,
-    every_parameter,
-)
+from cases import Case, every_parameter
 from fixtures_msl import Launched
 from mlx_arrays import to_mlx, to_numpy
 from msl import Metal

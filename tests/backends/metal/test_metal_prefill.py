@@ -10,13 +10,7 @@ import pytest
 from cases import Array, covering
 from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
 from msl import Metal
-from sample_cases import (
-    SampleCase,
-    assert_attends,
-    assert_same_scores,
-    logit_error,
-    selection,
-)
+from sample_cases import SampleCase, assert_attends, assert_same_scores, logit_error, selection
 
 import mlx_sparse
 from mlx_sparse import oracle

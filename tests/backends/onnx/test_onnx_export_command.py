@@ -106,10 +106,7 @@ def test_attn_config_sets_parameters(run: Callable[..., str], llama: Path, tmp_p
     assert "sparq:rank=5,top_k=7" in said
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    TABLES["wrong arguments"],
-)
+@pytest.mark.parametrize(("options", "expected"), TABLES["wrong arguments"])
 def test_wrong_arguments_are_refused(
     run: Callable[..., str], llama: Path, tmp_path: Path, options: list[str], expected: str
 ) -> None:

@@ -112,13 +112,6 @@ def test_rows_of_a_batch_equal_single_rows(method: str) -> None:
 
 
 @by_method
-def test_rows_of_unequal_length_are_refused(method: str) -> None:
-    rows = [PROMPT[:6], [*PROMPT[:4], tiny_models.EOS, tiny_models.EOS]]  # genai pads on the right
-    with pytest.raises(RuntimeError):
-        Generator(exported(method), rows=2).generate(rows, 2)
-
-
-@by_method
 def test_a_long_prompt_is_split_into_chunks(method: str) -> None:
     prompt = tiny_models.prompt_of(600)
     folder = exported(method, max_length=1024)
@@ -148,15 +141,6 @@ def test_generation_stops_at_every_end_token(several: bool, tmp_path: Path) -> N
         generator.generator.generate_next_token()
         said += 1
     assert said == tokens.index(tokens[5]) + 1
-
-
-def test_more_tokens_than_max_length_are_refused() -> None:
-    folder = exported(SPARQ, max_length=250)  # in caches of 256
-    with pytest.raises(RuntimeError, match=r"max_length .251. cannot be greater than model context_length .250."):
-        Generator(folder, max_length=251)
-    generator = Generator(folder)
-    generator.generate([PROMPT * 2], 50)
-    assert generator.generator.is_done()
 
 
 @pytest.mark.usefixtures("native_library")

@@ -198,17 +198,7 @@ def test_nodes_run_on_the_kernel_and_have_shapes(name: str, dtype: str, tmp_path
         absent("ort", reason)
     operator = onnx_export.OPERATORS[name]
     settings = {a.name: a.choices[0] if a.choices else 1 for a in operator.attributes if a.name != "spec"}
-    sizes = {
-        "B": 2,
-        "Hq": 4,
-        "Hkv": 2,
-        "C": 128,
-        "D": 64,
-        "L": 3,
-        "groups": 2,
-        "3Hkv": 6,
-        "HkvD": 128,
-    }
+    sizes = {"B": 2, "Hq": 4, "Hkv": 2, "C": 128, "D": 64, "L": 3, "groups": 2, "3Hkv": 6, "HkvD": 128}
     model = onnx_export.operator_model(name, dtype=dtype, sizes=sizes, **settings)
     for output in model.graph.output:  # the kernel's shape inference must set them
         output.type.tensor_type.ClearField("shape")

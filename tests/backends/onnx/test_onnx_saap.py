@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 import reference
 from cases import Case
-from onnx_operators import (
-    Operator,
-    by_runtime,
-    padding,
-    saap_settings,
-    saap_step,
-)
+from onnx_operators import Operator, by_runtime, padding, saap_settings, saap_step
 from saap_cases import SaapCase, assert_attends
 
 from mlx_sparse import oracle

@@ -107,8 +107,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], s
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
-    json.loads(Path(__file__).with_suffix(".json").read_text())["refused methods"],
+    ("method", "message"), json.loads(Path(__file__).with_suffix(".json").read_text())["refused methods"]
 )
 def test_invalid_methods_are_a_one_line_error(
     run: Callable[[str], str], tmp_path: Path, method: str, message: str

@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 import reference
 from cases import Array, Case
-from onnx_operators import (
-    LANES,
-    Operator,
-    advance,
-    attributes,
-    by_runtime,
-    empty_caches,
-    parameters,
-)
+from onnx_operators import LANES, Operator, attributes, by_runtime, parameters
 from sample_cases import SampleCase
 
 # Decode steps are always dense, which does not affect prefill.
@@ -104,22 +96,6 @@ def test_a_chunk_is_dense_if_it_cannot_be_sampled(
         sampled = reference.sample_attention(*given, **case.parameters)
         assert np.abs(expected - sampled).max() > 1e-2
         np.testing.assert_allclose(got[row], sampled if is_sampled else expected, rtol=0, atol=2e-5)
-
-
-@by_runtime
-def test_sparq_append_returns_mean_and_deviation(runtime: str) -> None:
-    case = Case(2, 4, 2, 150, 64, "f32", padding=(0, 30))
-    _, k, v = case.inputs()
-    append = Operator(runtime, "SparQAppend", "f32", lanes=LANES)
-    caches = empty_caches(case, case.S)
-    for at in (slice(0, 100), slice(100, 150)):
-        got = append(key=k[:, :, at], value=v[:, :, at], left_padding=case.padding, **caches)
-        statistics = got.pop("value_mean"), got.pop("deviation")
-        caches = advance(caches, got, at.stop - at.start)
-    for b, first in enumerate(case.padding or ()):
-        np.testing.assert_allclose(statistics[0][b], v[b, :, first:].mean(axis=1), rtol=0, atol=1e-5)
-        np.testing.assert_allclose(statistics[1][b], k[b, :, first:].std(axis=1), rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(caches["past_key"][:, :, : case.S], k)
 
 
 def test_any_number_of_threads_gives_the_same_answer() -> None:

@@ -129,9 +129,7 @@ def test_registration_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    json.loads(Path(__file__).with_suffix(".json").read_text())["wrong arguments"],
-    ids=str,
+    ("settings", "message"), json.loads(Path(__file__).with_suffix(".json").read_text())["wrong arguments"], ids=str
 )
 def test_a_wrong_argument_is_a_one_line_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

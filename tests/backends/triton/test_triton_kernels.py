@@ -165,10 +165,7 @@ OPERATORS: dict[str, tuple[Any, Callable[[], Sequence[Any]]]] = {
     "sparq-codes": (sparq.sparq_decode, lambda: with_codes(*step())),
     "dense": (attend.dense_decode, lambda: (*step(), 0.1, None)),
     "list": (attend.attend_indices, lambda: (*step(), integers([[[1, 2, -1]] * 2]), 0.1)),
-    "counted list": (
-        attend.attend_indices,
-        lambda: (*step(), integers([[[1, 2, 3]] * 2]), 0.1, integers([[2, 0]])),
-    ),
+    "counted list": (attend.attend_indices, lambda: (*step(), integers([[[1, 2, 3]] * 2]), 0.1, integers([[2, 0]]))),
     "select": (select.top_k_select, lambda: (step()[1][..., 0].float(), 8, 2, None)),
     "route": (
         saap.saap_route,

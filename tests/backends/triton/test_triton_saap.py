@@ -7,19 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import ADAPTERS
 from cases import Case
 from mlx_sparse.cuda_ref import torch_functions
 from mlx_sparse.cuda_ref.launchers import attend, configs, saap
-from saap_cases import (
-    SaapCase,
-)
+from saap_cases import SaapCase
 from torch_arrays import DEVICE, cached, padding, to_numpy, to_torch
 
 from mlx_sparse import cuda_ref, oracle
 
 pytestmark = pytest.mark.usefixtures("checked_memory")
-TRITON = ADAPTERS["triton"]
 SMALL = SaapCase(Case(2, 6, 2, 200, 64, "f32", padding=(0, 60)), "random")
 
 

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from naive import Row, apply, argtopk, assert_same, attention, dot, make, mix, softmax
 
-from mlx_sparse.oracle import (
-    flexgen_attention,
-    h2o_attention,
-    h2o_scores,
-    oracle_top_k_attention,
-    streaming_attention,
-)
+from mlx_sparse.oracle import flexgen_attention, h2o_attention, h2o_scores, oracle_top_k_attention, streaming_attention
 
 
 def exact_weights(head: Row, K: list[Row]) -> Row:

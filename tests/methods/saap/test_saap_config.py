@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_tables import read_tables
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods import SAAP, load_toml, parse
+
+DATA = read_tables(__file__)
 
 
 def test_the_defaults_are_the_papers() -> None:
@@ -38,24 +41,7 @@ def test_saap_combines_with_a_prefill_method() -> None:
     assert [config.name for config in parse("sample+saap:mode=online")] == ["sample", "saap"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"artefact": 7}, "artefact: expected the name of a file, got 7"),
-        ({"artefact": ""}, "artefact: expected the name of a file, got ''"),
-        ({"artefact": "x", "mode": "online"}, "artefact: expected none with mode=online"),
-        ({"artefact": "x", "mode": "best"}, "mode: expected one of trained, online, got 'best'"),
-        ({"artefact": "x", "buckets": 64}, "buckets: expected none with mode=trained"),
-        ({"artefact": "x", "probes": 0}, "probes: expected an integer of at least 1"),
-        ({"mode": "online", "probes": 257}, "probes: expected at most buckets=256, got 257"),
-        ({"mode": "online", "buckets": 5000}, "buckets: expected an integer of at least 1 and at most 4096"),
-        ({"mode": "online", "recent_tokens": 0}, "recent_tokens: expected an integer of at least 1"),
-        ({"mode": "online", "sink_tokens": -1}, "sink_tokens: expected an integer of at least 0"),
-        ({"mode": "online", "merge_every": 0}, "merge_every: expected an integer of at least 1"),
-        ({"mode": "online", "dense_layers": True}, "dense_layers: expected an integer"),
-        ({"mode": "online", "dense_below": "never"}, "dense_below: expected an integer"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), DATA["wrong settings"])
 def test_wrong_settings_are_a_one_line_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         SAAP(**settings)

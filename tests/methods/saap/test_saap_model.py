@@ -9,10 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import (
-    make_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from saap_artefacts import BUCKETS, LAYERS, ONLINE, PROMPT, STEPS, attn, write_artefact
 from tier import some
 from tiny_models import FAMILIES, build, greedy, prompt_of

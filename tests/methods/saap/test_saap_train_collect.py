@@ -58,8 +58,7 @@ def test_higher_layers_do_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "entries",
-    [{"1": 600}, {"1": 600, "0": 600}, {"0": 599}, {"0": 600, "text": 600}, {"0": 600, "1": 600, "2": 600}],
+    "entries", [{"1": 600}, {"1": 600, "0": 600}, {"0": 599}, {"0": 600, "text": 600}, {"0": 600, "1": 600, "2": 600}]
 )
 def test_wrong_resume_journal_is_refused(tmp_path: Path, entries: dict[str, int]) -> None:
     journal = Journal(tmp_path / "windows.jsonl", "train-saap", "k", Done)

@@ -201,8 +201,7 @@ def test_files_of_other_models_are_not_overwritten(folder: Path, trained: Path, 
 
 
 @pytest.mark.parametrize(
-    ("size", "file"),
-    [(20_000, r"layer-001\.pre_rope_keys\.f16"), (100_000, r"layer-001\.safetensors|a\.safetensors")],
+    ("size", "file"), [(20_000, r"layer-001\.pre_rope_keys\.f16"), (100_000, r"layer-001\.safetensors|a\.safetensors")]
 )
 def test_full_disk_is_an_error_and_resumes(
     size: int, file: str, folder: Path, trained: Path, tmp_path: Path, capsys: Any

@@ -86,15 +86,6 @@ def test_recall_uses_long_range_queries_if_enough() -> None:
     assert curve(Indexed(mass, keys, few), scores, DISTANCES)[1][1] == 0.5
 
 
-def test_curve_starts_at_zero_and_ends_at_one() -> None:
-    found = index(texts(every=9), bucket_ids(), 0, buckets=BUCKETS, distances=DISTANCES)
-    line = curve(found, np.random.default_rng(0).random(found.keys.shape), DISTANCES)
-    for values in line:
-        assert values[0] == 0
-        assert values[-1] == pytest.approx(1, abs=1e-6) or not found.keys.any(axis=1).all()
-        assert (np.diff(values) >= 0).all()
-
-
 def test_routers_match_the_oracle() -> None:
     data = texts(every=50)
     layer, _ = make_layer(data, RECIPE)

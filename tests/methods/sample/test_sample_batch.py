@@ -8,11 +8,7 @@ import mlx.core as mx
 import pytest
 from lm_prompts import LAYERS, SAMPLE, batch, process
 from mlx_lm import batch_generate
-from mlx_lm.models.cache import (
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import prompt_of
 

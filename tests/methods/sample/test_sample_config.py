@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from json_tables import read_tables
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core.base import Method, Prefill
@@ -23,6 +24,8 @@ from mlx_sparse.methods import (
     load_toml,
     parse,
 )
+
+DATA = read_tables(__file__)
 
 counts = st.integers(min_value=1, max_value=10**9)
 shares = st.floats(min_value=0, max_value=1, exclude_min=True)
@@ -116,33 +119,7 @@ def test_every_method_has_a_stage() -> None:
     assert {name: cls.stage for name, cls in METHODS.items()} == stages | {"dense": "prefill and decode"}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sample:alpha_column=0", "alpha_column: expected a number above 0 and at most 1, got 0."),
-        ("sample:alpha_slash=1.5", "alpha_slash: expected a number above 0 and at most 1, got 1.5."),
-        ("sample:alpha_slash=nan", "alpha_slash: expected a number above 0 and at most 1, got nan."),
-        ("sample:alpha_slash=high", "alpha_slash: expected a number above 0 and at most 1, got 'high'."),
-        ("sample:chunks=0", "chunks: expected an integer of at least 1, got 0."),
-        ("sample:block_size=48", "block_size: expected one of 32, 64, 128, got 48."),
-        ("sample:dense_above=0", "dense_above: expected a number above 0 and at most 1, got 0."),
-        ("sample:dense_below=-1", "dense_below: expected an integer of at least 0, got -1."),
-        (
-            "sample:ranges=5:0.9:0.9",
-            "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got '5:0.9:0.9'.",
-        ),
-        (
-            "sample:ranges=5:0.9:0.9:1:7",
-            "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got '5:0.9:0.9:1:7'.",
-        ),
-        ("sample:ranges=7", "ranges: expected up_to:alpha_column:alpha_slash:chunks for each range, got 7."),
-        ("sample:ranges=9:1:1:1/9:1:1:1", "ranges: expected ascending up_to, got 9 before 9."),
-        ("sample:ranges=9:2:1:1", "alpha_column: expected a number above 0 and at most 1, got 2."),
-        ("bigbird:window=0", "window: expected a number above 0 and at most 1, got 0."),
-        ("minference:slash_tokens=0", "slash_tokens: expected an integer of at least 1, got 0."),
-        ("streaming_prefill:sink_tokens=-1", "sink_tokens: expected an integer of at least 0, got -1."),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), DATA["wrong values"])
 def test_wrong_values_are_a_one_line_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)

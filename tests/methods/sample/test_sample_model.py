@@ -6,17 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from lm_prompts import (
-    EVERY_BLOCK,
-    LAYERS,
-    SAMPLE,
-    SPARQ,
-    PrefillCall,
-    generated,
-    last_logits,
-    process,
-    prompt_logits,
-)
+from lm_prompts import EVERY_BLOCK, LAYERS, SAMPLE, SPARQ, PrefillCall, generated, last_logits, process, prompt_logits
 from tiny_models import FAMILIES, build, greedy, prompt_of
 
 import mlx_sparse

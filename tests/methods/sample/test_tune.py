@@ -136,8 +136,7 @@ def test_density_falls_with_alpha(tuned: Tuned) -> None:
 def test_tasks_beyond_the_model_are_refused() -> None:
     progress = Progress()
     with pytest.raises(
-        ConfigError,
-        match=r"--lengths: expected lengths at which .*, got an accuracy of 0\.\d\d at 1,024",
+        ConfigError, match=r"--lengths: expected lengths at which .*, got an accuracy of 0\.\d\d at 1,024"
     ):
         search(min_accuracy=0.9).tune(16384, (LENGTH,), progress)
     assert progress.count == len(RETRIEVAL)

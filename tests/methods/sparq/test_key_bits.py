@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 import reference
 from adapters import backends_with
-from cases import (
-    CASES,
-    CODED,
-    Array,
-    Case,
-    assert_same_selection,
-    covering,
-    round_to,
-)
+from cases import CASES, CODED, Array, Case, assert_same_selection, covering, round_to
 from expected import assert_coded_step, coded_parameters
 
 import mlx_sparse

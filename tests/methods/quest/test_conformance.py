@@ -1,10 +1,8 @@
-"""Compare every backend of Quest with the oracle, and test the bounds in caches and models."""
+"""Compare every backend of Quest with the float64 oracle over all cases."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import mlx.core as mx
@@ -12,21 +10,14 @@ import numpy as np
 import pytest
 import reference
 from adapters import ADAPTERS, Result
-from cases import CASES, QUEST, Array, Case, covering
+from cases import CASES, QUEST, Array, Case, assert_as_good_as_plain, covering
 from expected import Expected, assert_conforms, attended
-from mlx_lm.models.cache import BatchKVCache, KVCache
 from msl import Metal
-from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse import oracle
-from mlx_sparse.cache.kv_cache import adopt
-from mlx_sparse.cache.sparse_cache import SparseCache
 from mlx_sparse.core import registry
 from mlx_sparse.core.stats import quest_elements
-from mlx_sparse.methods import parse
-from mlx_sparse.methods.quest.config import Quest
-from mlx_sparse.tools.evaluate.variants import fit_budget, transfers
 
 BACKENDS = [name for name in ADAPTERS if name in registry.backends_of("quest")]
 
@@ -105,8 +96,9 @@ def test_pages_with_non_finite_keys_come_first_and_padding_does_not_count(
     expected, found = wanted(case, "pages"), run(backend, case, "pages")
     if found.choice is not None:
         np.testing.assert_array_equal(found.choice, expected.choice)
-    np.testing.assert_array_equal(np.isnan(found.out), np.isnan(expected.out))
-    np.testing.assert_allclose(found.out, expected.out, rtol=0, atol=2e-5)
+    nan = np.isnan(expected.out)
+    np.testing.assert_array_equal(np.isnan(found.out), nan)
+    assert_as_good_as_plain(*(np.where(nan, 0, out) for out in (found.out, expected.out, expected.plain)), case.dtype)
     dense = reference.dense_attention(*case.inputs(), left_padding=case.padding)
     np.testing.assert_array_equal(np.isnan(expected.out), np.isnan(dense))
 
@@ -133,74 +125,6 @@ def test_public_functions_equal_the_oracle_and_are_dense_with_all_pages(backend:
     np.testing.assert_allclose(backend.numpy(out), expected, rtol=0, atol=1e-5)
     assert (stats.elements, stats.density) == (figures.elements, figures.density) == (4864, 32 / 70)
     np.testing.assert_allclose(backend.numpy(stats.recall), figures.recall, rtol=1e-4)
-
-
-def test_settings_budgets_and_contexts() -> None:
-    assert Quest(top_k=20, page_size=8).attended == 24
-    assert [Quest().shortest_context(), Quest(top_k=20).shortest_context()] == [4096, 33]
-    assert str(parse("quest:top_k=64")[0]) == "quest:top_k=64"
-    assert transfers(parse(fit_budget("quest", Fraction(1, 4), 8192, 128) or "")[0], 8192, 128) <= 1 / 4
-    with pytest.raises(mlx_sparse.ConfigError, match="page_size: expected an integer of at least 1, got 0"):
-        parse("quest:page_size=0")
-
-
-def attend(cache: Any, page_size: int = 4) -> None:
-    """Run a step and assert that the bounds in the cache match the keys."""
-    config = Quest(page_size=page_size, top_k=page_size)
-    query = mx.random.normal((cache.keys.shape[0], 4, 1, 8))
-    out, _ = cache.attend(query, config, scale=0.3, backend="ops")
-    keys, values, _ = cache.rows("ops")
-    fresh = registry.load("page_bounds", "ops")(keys, cache.padding, page_size=page_size)
-    for row, first in enumerate(cache.first_rows()):
-        full = max(cache.length - 1 - first, 0) // page_size
-        for kept, bound in zip(cache.aux_states["quest"].bounds, fresh, strict=True):
-            assert mx.array_equal(kept[row, :, :full], bound[row, :, :full])
-    how = {"left_padding": cache.padding, "scale": 0.3, "page_size": page_size, "top_k": page_size}
-    assert mx.array_equal(out, mlx_sparse.quest_attention(query, keys, values, **how))
-
-
-@pytest.mark.parametrize("padding", [None, [3, 0, 1]], ids=["alone", "batch"])
-@pytest.mark.parametrize("seed", range(4))
-def test_bounds_are_right_after_any_history(padding: list[int] | None, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    cache: Any = KVCache() if padding is None else BatchKVCache(padding)
-    adopt(cache)
-    actions = ["append"] * 6 + ["trim", "copy", "page"] + (["filter", "extend"] if padding else [])
-    for action in ["append", *random.choice(actions, 40)]:
-        count = 250 if action == "append" and random.random() < 0.1 else int(random.integers(1, 12))
-        B = 1 if padding is None else cache.left_padding.size
-        if action == "append":
-            cache.update_and_fetch(*(mx.array(random.normal(size=(B, 2, count, 8)), mx.float16) for _ in "kv"))
-        elif action == "trim":
-            cache.trim(min(count, cache.length - 9))
-        elif action == "copy":
-            cache = copy.deepcopy(other := cache)
-            other.update_and_fetch(*(mx.ones((B, 2, 5, 8), mx.float16) for _ in "kv"))
-        elif action == "filter" and B > 1:
-            cache.filter(mx.array([B - 1, 0]))
-        elif action == "extend" and B < 4:
-            cache.extend(copy.deepcopy(cache))
-        if cache.length > 9:
-            attend(cache, 7 if action == "page" else 4)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3"])
-def test_a_model_attends_at_every_step_as_the_oracle(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    attending, steps = SparseCache.take_step, []
-
-    def checked(cache: Any, queries: mx.array, step: Any, scale: float) -> tuple[mx.array, mx.array]:
-        out, lse = attending(cache, queries, step, scale)
-        rows = [np.array(array.astype(mx.float32)) for array in (queries, *cache.rows("ops")[:2])]
-        expected = reference.quest_attention(*rows, page_size=4, top_k=16, scale=scale)
-        np.testing.assert_allclose(np.array(out.astype(mx.float32)), expected, rtol=0, atol=1e-4)
-        steps.append(cache.length)
-        return out, lse
-
-    monkeypatch.setattr(SparseCache, "take_step", checked)
-    model = build(family)
-    with mlx_sparse.sparse(model, "quest:page_size=4,top_k=16"):
-        greedy(model, prompt_of(30), 8)
-    assert set(steps) >= set(range(31, 38))
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
