@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 from cases import Array, Case
-from mlx_sparse.methods.sparq.oracle_codes import deviation
+from mlx_sparse.methods.sparq.oracle import deviation
 from onnx_operators import (
     CACHES,
     LANES,
