@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import reference
 from cases import Array, Case
-from mlx_sparse.methods.sparq.oracle_codes import deviation
 from onnx_operators import (
     CACHES,
     LANES,
@@ -23,6 +22,8 @@ from onnx_operators import (
     padding,
     parameters,
 )
+
+from mlx_sparse.methods.sparq.oracle import deviation
 
 Caches = dict[str, Array]
 
