@@ -275,7 +275,8 @@ def test_assigning_zero_keys_returns_an_empty_array(backend: Any) -> None:
     assert tuple(backend.functions.saap_assign(keys, centroids).shape) == (1, 2, 0)
 
 
-FOUND = [(name, backend) for name in (*METHODS, *oracle.__all__) for backend in registry.backends_of(name)]
+NAMES = sorted({*METHODS, *oracle.__all__})
+FOUND = [(name, backend) for name in NAMES for backend in registry.backends_of(name)]
 
 
 @pytest.mark.parametrize(("function", "backend"), [pair for pair in FOUND if pair[1] not in ("onnx", "ort")])
