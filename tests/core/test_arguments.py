@@ -12,7 +12,7 @@ from adapters import ADAPTERS, LIBRARIES
 from require import absent
 
 import mlx_sparse
-from mlx_sparse.api.functions import public_functions
+from mlx_sparse import oracle
 from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError
 from mlx_sparse.core import registry
 from mlx_sparse.methods import METHODS
