@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -199,3 +200,23 @@ def test_a_folder_that_cannot_be_written_is_an_os_error(calibration_folder: Path
         write_measurement(KEY, {"points": POINTS})
     with pytest.raises(ArtefactError):
         read_measurement(KEY)
+
+
+def _write_many(folder: Path, number: int) -> None:
+    calibrate.folder = lambda: folder  # in this separate process
+    for _ in range(20):
+        write_measurement(KEY, {"number": number})
+
+
+def test_concurrent_processes_leave_one_complete_file(calibration_folder: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_many, args=(calibration_folder, number)) for number in range(2)]
+    for writer in writers:
+        writer.start()
+    found = set()
+    while any(writer.is_alive() for writer in writers):
+        if (answer := read_measurement(KEY)) is not None:
+            found.add(answer["number"])
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert found and found <= {0, 1}
+    assert [path.suffix for path in calibration_folder.iterdir()] == [".json"]

@@ -137,6 +137,16 @@ def test_a_zero_query_attends_uniformly(backend: Any) -> None:
     np.testing.assert_allclose(backend.sparq(case, params).out, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["oracle", "ops", "metal", "triton"], indirect=True)
+def test_keys_t_changes_nothing(backend: Any) -> None:
+    q, k, v = Case(1, 6, 2, 203, 64, "f32").inputs()
+    *arrays, keys_t = (backend.array(array, "f32") for array in (q, k, v, k.swapaxes(2, 3)))
+    given = {"rank": 8, "top_k": 40, "backend": backend.name}
+    out = backend.functions.sparq_attention(*arrays, keys_t=keys_t, **given)
+    expected = backend.functions.sparq_attention(*arrays, **given)
+    np.testing.assert_array_equal(backend.numpy(out), backend.numpy(expected))
+
+
 @pytest.mark.parametrize("backend", [name for name in backends_with("sparq") if name != "ops"], indirect=True)
 def test_ties_between_components_go_to_the_lower_index(backend: Any) -> None:
     """Test ties, because MLX's partition has no defined order."""

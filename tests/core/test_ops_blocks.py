@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from adapters import ADAPTERS
-from sample_cases import SPARSE_CASES, SampleCase, selection
+from sample_cases import SPARSE_CASES, SampleCase, dense_lse, selection
 
 import mlx_sparse
 from mlx_sparse.core.attend import ops as attend
@@ -78,3 +78,10 @@ def test_attention_and_its_log_sum_exp_do_not_store_all_scores() -> None:
         assert found <= 2 * case.L * case.S * 4
     found = peak(lambda: attend.dense_lse(q, k, scale=case.scale, left_padding=None))
     assert found <= 2 * case.L * case.S * 4
+
+
+def test_dense_lse_in_parts_equals_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = SampleCase(1, 4, 2, 300, 512, 16, "f32", 128)
+    monkeypatch.setitem(blocks.MAX_SCORES, mx.default_device().type, 1 << 16)
+    found = attend.dense_lse(*OPS.arrays(case)[:2], scale=case.scale, left_padding=None)
+    np.testing.assert_allclose(found, dense_lse(case), rtol=0, atol=1e-5)

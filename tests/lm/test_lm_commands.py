@@ -7,6 +7,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ GOOD: dict[str, list[list[str]]] = {
     "--attn dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense"]],
     "no such model": [["mlx_lm.generate", "--model", "nowhere/at/all"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
+    "full report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "full"]],
     "short, modeled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
     "short, measured": [["mlx_lm.generate", *GENERATE, "--attn", "sample+sparq:rank=4"]],
     "short, prompts": [["mlx_lm.generate", *GENERATE, "--attn", "sample"]],
@@ -72,6 +74,7 @@ GOOD: dict[str, list[list[str]]] = {
     "saved dense, resumed sparse": [[*SAVE, "e.safetensors"], [*RESUME, "e.safetensors", *SPARSE, *JSON]],
     "saved sparse, resumed": [[*SAVE, "s.safetensors", *SPARSE], [*RESUME, "s.safetensors"]],
     "saved sparse, resumed sparse": [[*SAVE, "t.safetensors", *SPARSE], [*RESUME, "t.safetensors", *SPARSE, *JSON]],
+    "--draft-model": [["mlx_lm.generate", *GENERATE, "--draft-model", "other", *SPARSE, *JSON]],
     "saap": [["mlx_lm.generate", *GENERATE, *SAAP, *JSON]],
     "saap online": [
         ["mlx_lm.generate", *GENERATE, "--attn", f"saap:mode=online,buckets=8,probes=8,{SAAP_WINDOW}", *JSON]
@@ -86,6 +89,8 @@ GOOD: dict[str, list[list[str]]] = {
     "drawn": [["mlx_lm.generate", *GENERATE, *DRAWN]],
     "chat --lossless": [[*CHATS, *SPARSE, "--lossless", "3", *JSON]],
     "chat, dense": [CHATS],
+    "--prefill-step-size": [["mlx_lm.generate", *GENERATE, "--prefill-step-size", "18", *SPARSE, *JSON]],
+    "--max-kv-size": [["mlx_lm.generate", *GENERATE, "--max-kv-size", "16", *SPARSE, *JSON]],
     "long": [LONG],
     "long, sample": [[*LONG, "--attn", SAMPLE, *JSON]],
     "long, both": [[*LONG, *BOTH, "--attn-report", "json+recall"]],
@@ -227,6 +232,13 @@ def test_text_report_is_printed_on_standard_error(finished: Runs):
     assert finished("text report").text == finished("mlx_lm.generate sparse").text
 
 
+def test_full_report_also_lists_the_crossover_lengths(finished: Runs):
+    _, first, crossover, *rest = finished("full report").err.splitlines()
+    assert first == finished("text report").err.splitlines()[1]
+    assert crossover == "  sparse at 5 keys and longer (given)"
+    assert rest[-1] == f"  dense calls: {LAYERS} in prefill"
+
+
 def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished: Runs):
     first, second, *_ = finished("short, modeled").err.splitlines()
     assert first == (
@@ -339,6 +351,15 @@ def test_a_prompt_cache_saved_with_the_option_loads_without_it(finished: Runs):
     assert finished("saved sparse, resumed sparse").reports[0]["sparse_calls"] == LAYERS * STEPS
 
 
+def test_a_draft_model_drafts_sparsely_and_is_verified_densely(finished: Runs):
+    result = finished("--draft-model")
+    assert (result.code, result.text) == (0, finished("dense").text)
+    target, draft = result.reports
+    assert target["sparse_calls"] == 0
+    assert target["dense_calls"]["in multi-token decode (verification step or short prompt)"] > 0
+    assert draft["sparse_calls"] > 0
+
+
 @pytest.mark.parametrize("name", ["saap", "saap online", "saap toml"])
 def test_saap_over_every_bucket_prints_the_dense_text(name: str, finished: Runs):
     result = finished(name)
@@ -377,6 +398,13 @@ def test_same_seed_gives_the_same_text_with_drafts(finished: Runs):
     assert finished("chat --lossless").reports[0]["drafts"]["checks"] > 0
 
 
+@pytest.mark.skipif(metadata.version("mlx-lm") < "0.32", reason="mlx-lm 0.31 has no such option")
+def test_prefill_step_size_changes_no_text(finished: Runs):
+    result = finished("--prefill-step-size")
+    assert result.text == finished("mlx_lm.generate sparse").text
+    assert sum(result.reports[0]["dense_calls"].values()) == LAYERS * 3  # 39 = 18 + 18 + 3
+
+
 def test_prefill_method_works_alone_and_with_a_decode_method(finished: Runs):
     sample, both = finished("long, sample"), finished("long, both")
     assert (sample.code, both.code) == (0, 0)
@@ -409,6 +437,10 @@ def test_cache_prompt_processes_prompts_sparsely(finished: Runs):
     assert result.code == 0
     (report,) = result.reports
     assert report["prefill"]["calls"] == LAYERS
+
+
+def test_max_kv_size_is_ignored_if_the_model_makes_its_caches(finished: Runs):
+    assert finished("--max-kv-size").text == finished("mlx_lm.generate sparse").text
 
 
 def test_decode_steps_over_a_quantized_cache_are_sparse(finished: Runs):

@@ -7,6 +7,7 @@ import gc
 import importlib
 import inspect
 import sys
+import threading
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
@@ -305,3 +306,24 @@ def test_changed_interface_of_mlx_lm_raises_with_the_version(
     with pytest.raises(mlx_sparse.BackendUnavailable, match=r"mlx-lm 0\.31\.3 or 0\.32") as error:
         mlx_sparse.enable(model)
     assert problem in str(error.value)
+
+
+def test_threads_use_the_methods_of_their_own_models(dense: list[int]):
+    results: dict[str, Any] = {}
+
+    def work(name: str, attn: str | None) -> None:
+        model = build()
+        if attn is not None:
+            mlx_sparse.enable(model, attn)
+        results[name] = [tokens_of(model) for _ in range(5)], mlx_sparse.report(model)
+        mx.synchronize()
+
+    threads = [threading.Thread(target=work, args=job) for job in (("sparse", SPARSE), ("dense", None))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results["dense"] == ([dense] * 5, None)
+    tokens, report = results["sparse"]
+    assert tokens == [tokens[0]] * 5 != [dense] * 5
+    assert report.sparse_calls == 5 * LAYERS * STEPS

@@ -47,6 +47,14 @@ def test_actions_are_pinned_and_permissions_read_only(workflow: Path) -> None:
 
 
 @by_workflow
+def test_pipes_run_with_pipefail(workflow: Path) -> None:
+    """Test that steps with pipes set `shell: bash`. Without it a step ignores failures before a pipe."""
+    text = workflow.read_text()
+    piped = [line for line in text.splitlines() if re.search(r"[^|]\|\s*(?:tee|grep|tail|head|jq)\b", line)]
+    assert not piped or re.search(r"^defaults:\n  run:\n    shell: bash\b", text, re.M), piped
+
+
+@by_workflow
 def test_referenced_scripts_exist(workflow: Path) -> None:
     text = workflow.read_text()
     for before, name in re.findall(r"(\S*\s)?\b((?:scripts|tests|examples)/[\w./-]+\.\w+)", text):

@@ -143,6 +143,15 @@ def test_generation_stops_at_every_end_token(several: bool, tmp_path: Path) -> N
     assert said == tokens.index(tokens[5]) + 1
 
 
+def test_more_tokens_than_max_length_are_refused() -> None:
+    folder = exported(SPARQ, max_length=250)  # in caches of 256
+    with pytest.raises(RuntimeError, match=r"max_length .251. cannot be greater than model context_length .250."):
+        Generator(folder, max_length=251)
+    generator = Generator(folder)
+    generator.generate([PROMPT * 2], 50)
+    assert generator.generator.is_done()
+
+
 @pytest.mark.usefixtures("native_library")
 def test_a_native_library_needs_a_folder_for_genai(tmp_path: Path) -> None:
     with pytest.raises(ArtefactError, match=r"^folder: expected a folder from export-onnx with genai_config.json"):

@@ -142,13 +142,23 @@ def plain_loss(params: dict[str, Array], queries: Array, target: Array) -> float
     return total
 
 
-def test_loss_matches_float64() -> None:
+def test_gradient_matches_finite_differences() -> None:
     rows = long_tailed_rows(9)
     params = started(rows, at_random=True)
     queries, target = np.stack([r.queries for r in rows]), np.stack([r.target for r in rows]).astype(np.float32)
+    loss, gradient = mx.value_and_grad(network.loss)(params, mx.array(queries), mx.array(target))
     exact = {name: np.array(array).astype(np.float64) for name, array in params.items()}
-    found = float(np.array(network.loss(params, mx.array(queries), mx.array(target))))
-    assert found == pytest.approx(plain_loss(exact, queries, target), rel=1e-5)
+    assert loss.item() == pytest.approx(plain_loss(exact, queries, target), rel=1e-5)
+    random, step = np.random.default_rng(0), 1e-5
+    for name, array in exact.items():
+        for place in random.choice(array.size, 25):
+            at = np.unravel_index(place, array.shape)
+            here, sides = array[at], []
+            for array[at] in (here + step, here - step):
+                sides.append(plain_loss(exact, queries, target))
+            array[at] = here
+            slope = (sides[0] - sides[1]) / (2 * step)
+            assert float(np.array(gradient[name])[at]) == pytest.approx(slope, abs=2e-5), (name, at)
 
 
 def folded_probabilities(layer: Layer, queries: Array) -> Array:

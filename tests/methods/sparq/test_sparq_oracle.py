@@ -157,6 +157,13 @@ def test_query_key_ignores_a_rescaling_of_channels(G: int) -> None:
     assert_same(after.alpha, before.alpha, k)
 
 
+@pytest.mark.parametrize("G", [1, 4])
+def test_query_does_not_ignore_a_rescaling_of_channels(G: int) -> None:
+    q, k, _ = make(G=G)
+    choice = {"rank": 4, "top_k": 9, "local_window": 0}
+    assert (sparq_select(q, k, **choice).indices != sparq_select(*rescale(q, k), **choice).indices).any()
+
+
 def test_query_key_ignores_a_shift_common_to_all_keys() -> None:
     q, k, v = make(G=4)
     shift = 10 * np.random.default_rng(3).standard_normal((1, 2, 1, 16))
