@@ -1,8 +1,8 @@
-"""Define `Stats`, and count the elements that each method moves. The formulas are from the papers.
+"""Define `Stats`, and count moved elements by the formulas of the papers. Formulas of one method are in its `config`.
 
 The functions return numbers of elements for S keys of head dim D. A number is per KV head for a decode step, and per
 query head for a prefill chunk. To get bytes, multiply the number by the item size. Equation numbers refer to
-docs/spec/sparq.md, sample.md, saap.md and quest.md.
+docs/spec/sparq.md, sample.md and saap.md.
 """
 
 from __future__ import annotations
@@ -66,36 +66,12 @@ def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16)
     return scored + 2 * min(top_k, S) * D + 4 * D
 
 
-def streaming_elements(S: int, D: int, *, top_k: int) -> int:
-    """Return the number of elements that a StreamingLLM or OracleTopK step moves, ``2 k D + 2 D`` (sparq.13).
-
-    The step reads k = ``top_k`` keys and values, and writes one key and one value. The selection is not counted.
-    """
-    return 2 * min(top_k, S) * D + 2 * D
-
-
 def h2o_elements(S: int, D: int, *, top_k: int) -> int:
     """Return the number of elements that an H2O decode step moves, ``2 k D + 2 D + 2 S`` (sparq.14).
 
     The step reads k = ``top_k`` keys and values, writes one key and one value, and reads and writes S scores.
     """
     return 2 * min(top_k, S) * D + 2 * D + 2 * S
-
-
-def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
-    """Return the number of elements that a FlexGen decode step moves, ``S D + k D + 2 D`` (sparq.15).
-
-    The step reads S keys and k = ``top_k`` values, and writes one key and one value.
-    """
-    return S * D + min(top_k, S) * D + 2 * D
-
-
-def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
-    """Return the number of elements that a Quest decode step moves, ``2 P D + 2 k D + 2 D`` (quest.6).
-
-    The step reads two bounds of P pages and k = ``top_k`` keys and values, and writes one key and one value.
-    """
-    return 2 * -(-S // page_size) * D + 2 * min(top_k, S) * D + 2 * D
 
 
 def saap_elements(D: int, attended: int, *, network: int = 0) -> int:

@@ -1,8 +1,11 @@
-"""Define one frozen dataclass per method, with its settings, crossover length and bytes moved.
+"""Implement each method in one room: sparq, saap, sample and quest, and the papers' baselines and patterns.
+
+In each room `config` has the settings, crossover length and bytes moved. `oracle`, `ops` and `metal` have the functions
+on the backends, and `state` has the auxiliary cache state.
 
 The text form of a method is ``METHOD[:key=value,...][+METHOD...]``, for example ``"sparq:rank=16,top_k=64"``. `parse`
 reads the text form, and ``str(method)`` prints it. `METHODS` lists all methods by name. Every name is imported on first
-use, because importing MLX takes time.
+use, because `mlx_sparse.cuda_ref` needs few of them.
 """
 # ruff: noqa: F403
 

@@ -275,7 +275,10 @@ def test_assigning_zero_keys_returns_an_empty_array(backend: Any) -> None:
     assert tuple(backend.functions.saap_assign(keys, centroids).shape) == (1, 2, 0)
 
 
-FOUND = [(name, backend) for name in (*METHODS, *oracle.__all__) for backend in registry.backends_of(name)]
+# Functions that the public functions load from a backend, besides those of the methods and of `oracle.__all__`.
+LOADED = ["attend_blocks", "attend_indices", "code_keys", "dense_lse", "deviation", "h2o_scores", "masked_mean"]
+LOADED += ["saap_assign", "saap_route", "sample_select", *(name for name in oracle.__all__ if name not in METHODS)]
+FOUND = [(name, backend) for name in (*METHODS, *LOADED) for backend in registry.backends_of(name)]
 
 
 @pytest.mark.parametrize(("function", "backend"), [pair for pair in FOUND if pair[1] not in ("onnx", "ort")])

@@ -233,24 +233,19 @@ def test_command_stops_at_a_failing_budget_and_saves(
     model, text, saved = tmp_path / "model", tmp_path / "text.txt", tmp_path / "attn.toml"
     write(model)
     text.write_text(WORDS)
-    arguments = ["advise", str(model), "--text", str(text), *SHORT, "--json", "--save", str(saved)]
+    # All components select as the exact scores do.
+    methods = "--methods=sparq:rank=16,streaming"
+    arguments = ["advise", str(model), "--text", str(text), *SHORT, methods, "--json", "--save", str(saved)]
     environment = blas_environment | without_torch | {"XDG_CACHE_HOME": str(tmp_path)}
     done = commands.run(["-m", "mlx_sparse.cli", *arguments], environment)
     found = json.loads(done.stdout)
-    tries = found["attempts"]
-    of_method: dict[str, list[dict[str, Any]]] = {}
-    for one in tries:
-        of_method.setdefault(one["attn"].partition(":")[0], []).append(one)
-    assert next(iter(of_method)) == "oracle_top_k"
-    for some in of_method.values():
-        assert [one["budget"] for one in some] == ["1/2", "1/8"][: len(some)]
-        assert all(one["passes"] for one in some[:-1]) and (len(some) == 2 or not some[0]["passes"])
-        assert all(one_row["sparse_calls"] for one in some for one_row in one["rows"])
+    tries = [(one["attn"].partition(":")[0], one["budget"], one["passes"]) for one in found["attempts"]]
+    oracle = [("oracle_top_k", "1/2", True), ("oracle_top_k", "1/8", False)]
+    assert tries == [*oracle, ("sparq", "1/2", True), ("streaming", "1/2", False)]  # SparQ cannot meet one eighth
+    assert all(one_row["sparse_calls"] for one in found["attempts"] for one_row in one["rows"])
     assert found["methods"][0]["served"] == 2
-    assert done.returncode == (0 if found["attn"] else 1)
-    assert saved.exists() == bool(found["attn"])
-    if saved.exists():
-        assert [str(config) for config in read_toml(saved)[0].values()] == [found["attn"]]
+    assert done.returncode == 0 and found["attn"].startswith("sparq:rank=16")
+    assert [str(config) for config in read_toml(saved)[0].values()] == [found["attn"]]
 
 
 def test_uniform_attention_fails_every_selection(

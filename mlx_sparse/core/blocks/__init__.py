@@ -1,1 +1,1 @@
-"""Attend exactly to listed key blocks in prefill (`attend_blocks`)."""
+"""Select key blocks in prefill, and attend exactly to listed key blocks (`attend_blocks`)."""

@@ -10,6 +10,14 @@ from ...core import stats
 from ...core.base import Method
 
 
+def streaming_elements(S: int, D: int, *, top_k: int) -> int:
+    """Return the number of elements that a StreamingLLM or OracleTopK step moves, ``2 k D + 2 D`` (sparq.13).
+
+    The step reads k = ``top_k`` keys and values, and writes one key and one value. The selection is not counted.
+    """
+    return 2 * min(top_k, S) * D + 2 * D
+
+
 @dataclass(frozen=True)
 class Streaming(Method):
     """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` keys (StreamingLLM, LM-Infinite).
@@ -37,7 +45,7 @@ class Streaming(Method):
         return self.sink_tokens + self.recent_tokens
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return stats.streaming_elements(S, D, top_k=self.attended)
+        return streaming_elements(S, D, top_k=self.attended)
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,14 @@ class H2O(Method):
         return stats.h2o_elements(S, D, top_k=self.attended)
 
 
+def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
+    """Return the number of elements that a FlexGen decode step moves, ``S D + k D + 2 D`` (sparq.15).
+
+    The step reads S keys and k = ``top_k`` values, and writes one key and one value.
+    """
+    return S * D + min(top_k, S) * D + 2 * D
+
+
 @dataclass(frozen=True)
 class FlexGen(Method):
     """Attend to the ``top_k`` keys with the largest exact softmax weights. The weights are not renormalized."""
@@ -90,7 +106,7 @@ class FlexGen(Method):
         return False
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return stats.flexgen_elements(S, D, top_k=self.attended)
+        return flexgen_elements(S, D, top_k=self.attended)
 
     def rows(self, S: int) -> int:
         return S + min(self.attended, S)
@@ -117,7 +133,7 @@ class OracleTopK(Method):
         check_local_window(self.local_window, self.top_k)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return stats.streaming_elements(S, D, top_k=self.attended)
+        return streaming_elements(S, D, top_k=self.attended)
 
 
 BASELINES = (Streaming, H2O, FlexGen, OracleTopK)

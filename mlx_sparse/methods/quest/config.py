@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...checks import check_int
-from ...core import stats
 from ...core.base import NEVER, Method, Step
 from ...core.cost import ENOUGH_SAVED
 
@@ -69,4 +68,12 @@ class Quest(Method):
         return self.attended + 1 + math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + row * self.attended) / saved)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return stats.quest_elements(S, D, top_k=self.attended, page_size=self.page_size)
+        return quest_elements(S, D, top_k=self.attended, page_size=self.page_size)
+
+
+def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
+    """Return the number of elements that a Quest decode step moves, ``2 P D + 2 k D + 2 D`` (quest.6).
+
+    The step reads two bounds of P pages and k = ``top_k`` keys and values, and writes one key and one value.
+    """
+    return 2 * -(-S // page_size) * D + 2 * min(top_k, S) * D + 2 * D

@@ -59,7 +59,7 @@ def prompted(case: Case, k: Array, v: Array, tokens: int) -> dict[str, Array]:
     return advance(caches, got, tokens)
 
 
-@pytest.mark.parametrize("setting", ["eval", "reallocate", "own-scale"])
+@pytest.mark.parametrize("setting", ["odd-sizes", "reallocate", "own-scale"])
 @by_case
 @pytest.mark.parametrize("name", SETS)
 def test_every_instruction_set_runs_sparq_as_the_oracle(name: str, case: Case, setting: str, limit: Any) -> None:
@@ -75,7 +75,7 @@ def test_every_instruction_set_runs_int4_sparq_as_the_oracle(name: str, case: Ca
     wanted = oracle.sparq.code_keys(case.inputs()[1], left_padding=case.padding)
     for found, array in zip(ADAPTERS["ort"].code_keys(case), wanted, strict=True):
         np.testing.assert_array_equal(found, array)
-    params = {**parameters(case, "eval"), "key_bits": 4}
+    params = {**parameters(case, "odd-sizes"), "key_bits": 4}
     got = Operator("native", "SparQCoded", case.dtype, **attributes(params))(**coded_step(case))
     chosen = select(case, *case.inputs()[:2], params)
     assert_same_selection(got["indices"], chosen.indices, chosen.scores)
@@ -127,13 +127,13 @@ def test_odd_sizes_are_attended_exactly(name: str, group: int, D: int, limit: An
     given = {"query": q, "keys": k, "values": v, "left_padding": padding(case), "length": np.full(2, case.S)}
     got = Operator("native", "DenseAttention", "f32", scale=0.2, window=70)(**given)["output"]
     np.testing.assert_allclose(got, windowed_attention(q, k, v, padding(case), 70, 0.2), rtol=0, atol=1e-5)
-    params = {**parameters(case, "eval"), "rank": max(1, D // 2)}
+    params = {**parameters(case, "odd-sizes"), "rank": max(1, D // 2)}
     got = Operator("native", "SparQ", "f32", **attributes(params))(**step(case, q[:, :, -1:], k, v))["output"]
     expected = reference.sparq_attention(q[:, :, -1:], k, v, left_padding=case.padding, **params)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("setting", ["paper", "eval", "reallocate"])
+@pytest.mark.parametrize("setting", ["paper", "odd-sizes", "reallocate"])
 @pytest.mark.parametrize("workers", [1, 8])
 def test_any_number_of_threads_gives_the_same_answer(workers: int, setting: str, limit: Any) -> None:
     """Divide work for 8 workers, so that the keys of a head are scored in splits."""
@@ -162,7 +162,7 @@ def test_any_number_of_threads_gives_the_same_answer(workers: int, setting: str,
 
 def test_sessions_run_from_several_threads_at_once() -> None:
     case = Case(1, 8, 2, 3000, 64, "f16")
-    params = parameters(case, "eval")
+    params = parameters(case, "odd-sizes")
     attend = Operator("native", "SparQ", "f16", 2, **attributes(params))
     inputs = [case.inputs(seed) for seed in range(6)]
 

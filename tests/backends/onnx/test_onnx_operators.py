@@ -78,7 +78,7 @@ def test_contexts_of_several_blocks_are_merged(runtime: str) -> None:
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
     q = q[:, :, :1]
-    for setting in ("paper", "eval"):
+    for setting in ("paper", "odd-sizes"):
         params = {**parameters(case, setting), "rank": 64}
         chunked = keys.reshape(2, 8, -1, LANES, 64).swapaxes(-1, -2)
         attend = Operator(runtime, "SparQ", "f32", **attributes(params))
@@ -88,7 +88,7 @@ def test_contexts_of_several_blocks_are_merged(runtime: str) -> None:
         assert_is_sparq(got["output"], case, params, q, k, v)
 
 
-@pytest.mark.parametrize("setting", ["paper", "reallocate", "eval"])
+@pytest.mark.parametrize("setting", ["paper", "reallocate", "odd-sizes"])
 @by_runtime
 def test_rows_of_different_length_in_several_blocks(runtime: str, setting: str) -> None:
     case = Case(2, 8, 8, 1300, 64, "f32")

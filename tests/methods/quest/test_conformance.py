@@ -17,7 +17,7 @@ from msl import Metal
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.core import registry
-from mlx_sparse.core.stats import quest_elements
+from mlx_sparse.methods.quest.config import quest_elements
 
 BACKENDS = [name for name in ADAPTERS if name in registry.backends_of("quest")]
 

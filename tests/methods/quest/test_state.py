@@ -73,17 +73,22 @@ def test_bounds_are_right_after_any_history(padding: list[int] | None, seed: int
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3"])
 def test_a_model_attends_at_every_step_as_the_oracle(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    attending, steps = SparseCache.take_step, []
+    bind, steps = SparseCache.bind, []
 
-    def checked(cache: Any, queries: mx.array, step: Any, scale: float) -> tuple[mx.array, mx.array]:
-        out, lse = attending(cache, queries, step, scale)
-        rows = [np.array(array.astype(mx.float32)) for array in (queries, *cache.rows("ops")[:2])]
-        expected = reference.quest_attention(*rows, page_size=4, top_k=16, scale=scale)
-        np.testing.assert_allclose(np.array(out.astype(mx.float32)), expected, rtol=0, atol=1e-4)
-        steps.append(cache.length)
-        return out, lse
+    def checked_bind(cache: Any, *settings: Any) -> Any:
+        step = bind(cache, *settings)
 
-    monkeypatch.setattr(SparseCache, "take_step", checked)
+        def checked(queries: mx.array, cache: Any, S: int, scale: float, hooks: Any = None) -> Any:
+            out, *more = step(queries, cache, S, scale, hooks)
+            rows = [np.array(array.astype(mx.float32)) for array in (queries, *cache.rows("ops")[:2])]
+            expected = reference.quest_attention(*rows, page_size=4, top_k=16, scale=scale)
+            np.testing.assert_allclose(np.array(out.astype(mx.float32)), expected, rtol=0, atol=1e-4)
+            steps.append(cache.length)
+            return out, *more
+
+        return checked
+
+    monkeypatch.setattr(SparseCache, "bind", checked_bind)
     model = build(family)
     with mlx_sparse.sparse(model, "quest:page_size=4,top_k=16"):
         greedy(model, prompt_of(30), 8)

@@ -276,18 +276,3 @@ def test_nested_text_config_is_part_of_the_identity() -> None:
     text = FAMILIES["mistral3"]["text_config"]
     one, other = (build("mistral3", text_config={**text, "rope_theta": theta}) for theta in (1e4, 2e4))
     assert identity(one) == identity(build("mistral3")) != identity(other)
-
-
-class Arguments:
-    """Hold model arguments as attributes, for a text config that is an object."""
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__ |= values
-
-
-def test_nested_config_objects_are_read() -> None:
-    model, found = build(), []
-    for theta in (1e4, 2e4):
-        model.args = Arguments(model_type="x", text_config=Arguments(rope_theta=theta))
-        found.append(identity(model)["hash"])
-    assert found[0] != found[1]

@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.lm.model import select_methods
-from mlx_sparse.methods import MInference, Sample, SampleRange, SparQ
+from mlx_sparse.methods import MInference, Sample, SparQ
 
 A_FEW = "in multi-token decode (verification step or short prompt)"
 NO_DECODE = "with a single query (no decode method)"
@@ -107,17 +107,6 @@ def test_each_context_uses_the_settings_of_its_range(model: Any, prefill_calls: 
     late = (0.6, 0.7, 3)
     assert used == {200: (0.2, 0.3, 2), 600: late, 800: late, 1000: late, 1200: late}
     assert ranges in report.attn
-
-
-def test_python_configuration_equals_its_text(model: Any):
-    ranges = (SampleRange(301, 0.2, 0.3, 2), SampleRange(501, 0.6, 0.7, 3))
-    config = Sample(block_size=32, dense_below=0, ranges=ranges)
-    with mlx_sparse.sparse(model, (config, SparQ(rank=4))) as report:
-        in_python = last_logits(model, process(model, prompt_of(300), 300))
-    assert report.attn.startswith("sample:")
-    with mlx_sparse.sparse(model, report.attn) as again:
-        assert mx.array_equal(last_logits(model, process(model, prompt_of(300), 300)), in_python)
-    assert again.attn == report.attn
 
 
 def test_combined_methods_equal_each_method_alone(model: Any):
