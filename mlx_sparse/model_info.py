@@ -49,10 +49,10 @@ def identity(model: nn.Module) -> dict[str, str]:
     config = {name: value for name, value in every.items() if name in CONFIG} | _rope_scaling(every)
     family = model_type(model)
     digest = hashlib.sha256(json.dumps([family, config], sort_keys=True, default=str).encode())
-    tree: Any = tree_flatten(model.parameters())
+    tree = dict(tree_flatten(model.parameters()))
     weights = {
         name.replace(".linear.", ".").replace(".embedding.", "."): array  # names inside an adapter
-        for name, array in tree
+        for name, array in tree.items()
         if name.rpartition(".")[2] not in ADAPTERS and mx.issubdtype(array.dtype, mx.floating)
     }
     vectors = {name: array for name, array in weights.items() if array.ndim == 1}
@@ -74,8 +74,8 @@ def weights_hash(model: nn.Module) -> str:
 
     about = [model_type(model), config_of(model)]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
-    weights: Any = tree_flatten(model.parameters())
-    for name, array in sorted(weights):
+    weights = dict(tree_flatten(model.parameters()))
+    for name, array in sorted(weights.items()):
         flat = array.reshape(-1)
         ends = mx.concatenate([flat[:ENDS], flat[-ENDS:]]).view(mx.uint8)
         digest.update(f"{name} {array.shape} {array.dtype}".encode() + np.array(ends).tobytes())

@@ -126,7 +126,7 @@ class SparseBatch(SparseCache):
         if self._first is None:
             batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatch)]
             batches = [entry for entry in batches if entry.left_padding.size == self.left_padding.size]
-            found: Any = mx.stack([entry.left_padding for entry in batches]).tolist()
+            found = np.array(mx.stack([entry.left_padding for entry in batches])).tolist()
             for entry, first in zip(batches, found, strict=True):
                 entry._first = first
         assert self._first is not None
@@ -181,7 +181,7 @@ class SparseBatch(SparseCache):
 
     def filter(self, batch_indices: mx.array | list[int]) -> None:
         length = self.length
-        kept: Any = mx.array(batch_indices).tolist()
+        kept: list[int] = np.array(batch_indices).tolist()
         with self._changing():
             samples = self._samples_by_sequence
             self._full_samples = tuple(samples[sequence] for sequence in kept)

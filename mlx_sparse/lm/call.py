@@ -393,12 +393,12 @@ class Call:
         return next((index for index, own in enumerate(self.caches) if own is cache), -1)
 
 
-def under_plan(cls: type[nn.Module]) -> Callable[..., Any]:
+def under_plan(cls: type[nn.Module]) -> Callable[..., object]:
     """Wrap ``cls.__call__`` so that each model call runs inside a `Call`. The signature does not change."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: object, **kwargs: Any) -> object:
         plan: Plan = self._mlx_sparse[0]
         caches = kwargs.get("cache")
         if caches is None:

@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from ..calibrate import Calibration
     from .plan import Plan
+
+T = TypeVar("T")
 
 
 class Session:
@@ -156,19 +158,19 @@ class Session:
         if problem is not None and not refused:
             fail(parser, problem)
 
-    def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
+    def find(self, original: Callable[..., T], model: str, *args: object, **kwargs: object) -> T:
         """Find ``model`` on disk or on the Hugging Face Hub as mlx-lm does, and record that this command loads it."""
         self.loads += not self.loads_part
         self.loading = model
         with self._exiting_on_error(), loading(model):
             return original(model, *args, **kwargs)
 
-    def quantize(self, original: Callable[..., Any], caches: list[object], *args: Any, **kwargs: Any) -> Any:
+    def quantize(self, original: Callable[..., T], caches: list[object], *args: object, **kwargs: object) -> T:
         """Quantize ``caches`` as mlx-lm's ``maybe_quantize_kv_cache`` does, from the start that the user has set."""
         with quantizing(caches):
             return original(caches, *args, **kwargs)
 
-    def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
+    def load(self, original: Callable[..., Any], model: Path, *args: object, **kwargs: object) -> object:
         """Load a model as mlx-lm's ``load_model`` does, and enable the methods on this model."""
         from ..model_info import record_facts
 
@@ -185,7 +187,7 @@ class Session:
                 self._print_crossovers(plan, plan.report)
         return loaded
 
-    def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
+    def load_part(self, original: Callable[..., Any], model: str, *args: object, **kwargs: object) -> object:
         """Load this rank's part of a model and enable the methods."""
         self.loads += 1
         self.loads_part = True
@@ -391,7 +393,7 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
 def _enabled_on_load(session: Session, main: Callable[[], object]) -> Iterator[None]:
     """Enable the session's methods on each model and draft model that the library loads inside the ``with`` block."""
     utils = importlib.import_module(f"{session.library}.utils")
-    ours: dict[str, Callable[..., Any]] = {
+    ours: dict[str, Callable[..., object]] = {
         "load_model": session.load,
         "_download" if session.library == "mlx_lm" else "get_model_path": session.find,
         "sharded_load": session.load_part,
@@ -405,10 +407,10 @@ def _enabled_on_load(session: Session, main: Callable[[], object]) -> Iterator[N
     places = [(scope, name) for scope in distinct for name in ours]
     originals = [(place, name, place[name]) for place, name in places if name in place]
 
-    def replaced(original: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    def replaced(original: Callable[..., object], own: Callable[..., object]) -> Callable[..., object]:
         alone = getattr(original, "without_variable", original)  # --attn takes precedence over MLX_SPARSE_ATTN
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if session.configs:
                 return own(alone, *args, **kwargs)
             return (alone if session.named else original)(*args, **kwargs)

@@ -64,14 +64,14 @@ def _scorer_class(session: Session, original: Any) -> Any:
         If a decode method is enabled, the model scores the continuation token by token.
         """
 
-        def _process_prompt(self, prompt: list[int], step_size: int = 2048) -> Any:
+        def _process_prompt(self, prompt: list[int], step_size: int = 2048) -> object:
             if session.decode is None or len(prompt) == 1:
                 return super()._process_prompt(prompt, step_size)
             _, cache = super()._process_prompt(prompt[:-1], step_size)
             logits = self._model(mx.array(prompt[-1:])[None], cache=cache)
             return nn.log_softmax(logits[:, -1].astype(mx.float32)), cache
 
-        def _score_fn(self, inputs: mx.array, cache: object = None, step_size: int = 2048) -> Any:
+        def _score_fn(self, inputs: mx.array, cache: object = None, step_size: int = 2048) -> object:
             if session.decode is not None and (cache is not None or session.prefill is None):
                 step_size = 1
             return super()._score_fn(inputs, cache, step_size)
@@ -119,13 +119,13 @@ def _calls(report: Report) -> tuple[int, int, Counter[str]]:
     return report.prefill.calls if report.prefill else 0, report.sparse_calls, Counter(report.dense_calls)
 
 
-def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
+def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., object]:
     """Wrap lm-eval's ``simple_evaluate`` to add the methods and the attention calls to the results of each task.
 
     The name of the results file does not change.
     """
 
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
+    def evaluate(*args: object, **kwargs: object) -> object:
         found = simple_evaluate(*args, **kwargs)
         if found is None or not session.reports:
             return found

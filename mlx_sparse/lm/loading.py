@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -39,7 +39,7 @@ def loading(model: object) -> Iterator[None]:
 
 def load_text_model(
     name: str | Path, *, lazy: bool = False, only_mlx_lm: bool = False
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, object]]:
     """Load a model with mlx-lm. If mlx-lm does not support the model family, use mlx-vlm if it is installed.
 
     Args:

@@ -19,7 +19,6 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from ..cache.kv_cache import Mask
 from ..core import reasons
 from ..model_info import leaves, new_caches
 from ..model_parts import without_pipeline
@@ -259,7 +258,7 @@ class _Observer:
         self.written: dict[int, tuple[mx.array, int]] = {}
 
     def attend(
-        self, queries: mx.array, keys: Any, values: Any, cache: object, scale: float, mask: Mask, sinks: mx.array | None
+        self, queries: mx.array, keys: object, values: object, cache: object, scale: float, mask: object, sinks: object
     ) -> None:
         layer = next((index for index, leaf in enumerate(self.caches) if leaf is cache), -1)
         rows, position = self.written.pop(id(cache), (None, 0))

@@ -161,10 +161,10 @@ def require(package: str = "mlx_lm") -> None:
         )
 
 
-def reduce_as(cls: type, attribute: str) -> Callable[[Any, Any], tuple[object, ...]]:
+def reduce_as(cls: type, attribute: str) -> Callable[..., tuple[object, ...]]:
     """Return a ``__reduce_ex__`` that copies and pickles objects as instances of ``cls``, but omits ``attribute``."""
 
-    def reduce(self: Any, protocol: Any) -> tuple[object, ...]:
+    def reduce(self: Any, protocol: int) -> tuple[object, ...]:
         reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
         make, (_, *args), state, *items = reduced
         return make, (cls, *args), {key: value for key, value in state.items() if key != attribute}, *items

@@ -71,9 +71,9 @@ class Requests:
     def answer(self, request: Request, context: GenerationContext, responses: Iterator[object]) -> Iterator[object]:
         """Yield the ``responses``, one per token. Log the request at the end, or when the client disconnects."""
 
-        def logged() -> Iterator[Any]:
+        def logged() -> Iterator[object]:
             try:
-                yield  # start the generator now, so that `finally` runs even if no token is read
+                yield None  # start the generator now, so that `finally` runs even if no token is read
                 for response in responses:
                     request.tokens += 1
                     yield response
@@ -139,7 +139,7 @@ def request_logging(session: Session) -> Iterator[None]:
     requests = Requests(session.calls, session.log)
     generate = server.ResponseGenerator.generate
 
-    def ours(generator: ResponseGenerator, *args: Any, **kwargs: Any) -> Any:
+    def ours(generator: ResponseGenerator, *args: Any, **kwargs: Any) -> tuple[GenerationContext, Iterator[object]]:
         request = requests.begin()
         try:
             context, responses = generate(generator, *args, **kwargs)
