@@ -423,7 +423,7 @@ class Calibration:
         def sparse(cache: SparseCache, out: mx.array) -> mx.array:
             return cache.attend(out, config, scale=scale, backend=layer.backend)[0]
 
-        def step(attend: Callable[[Any, mx.array], mx.array], caches: list[Any]) -> mx.array:
+        def step(attend: Callable[[Any, mx.array], mx.array], caches: list[SparseCache]) -> mx.array:
             out = query
             for cache in caches:
                 cache.update_and_fetch(row, row)

@@ -237,7 +237,7 @@ def _crossovers(thresholds: dict[Step, int], how: str) -> list[str]:
     return [f"{length} ({how})" for length in dict.fromkeys(lengths)]
 
 
-def dense_layer(layer: Any) -> str | None:
+def dense_layer(layer: object) -> str | None:
     """Return the reason why a cache layer always attends densely, or None for a `SparQLayer`."""
     if isinstance(layer, SparQLayer):
         return None

@@ -108,13 +108,13 @@ class _Readers:
     The key array then identifies the cache.
     """
 
-    def __init__(self, caches: list[Any]) -> None:
+    def __init__(self, caches: list[object]) -> None:
         self.indices = {id(cache): index for index, cache in enumerate(caches)}
         self.keys: dict[int, tuple[object, int]] = {}  # keeps the keys alive, so that their ids stay unique
         self.calls: Counter[int] = Counter()
 
     def attend(
-        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+        self, queries: mx.array, keys: object, values: object, cache: object, scale: float, mask: object, sinks: object
     ) -> None:
         index = self.indices.get(id(cache), self.keys.get(id(keys), (None, -1))[1])
         self.keys.setdefault(id(keys), (keys, index))

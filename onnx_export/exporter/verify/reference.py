@@ -297,9 +297,9 @@ def _attention_of(model: nn.Module, wrap: Callable[[Attention], Attention]) -> l
     return [(module, ATTENTION, wrap(getattr(module, ATTENTION))) for module in modules]
 
 
-def _run_chunks(model: nn.Module, chunks: Sequence[Array], cache: Any) -> Array:
+def _run_chunks(model: nn.Module, chunks: Sequence[Array], cache: list[object]) -> Array:
     return [_run(model, chunk, cache) for chunk in chunks][-1]
 
 
-def _run(model: nn.Module, tokens: Array, cache: Any) -> Array:
+def _run(model: nn.Module, tokens: Array, cache: list[object]) -> Array:
     return np.array(model(mx.array(tokens), cache=cache)[:, -1])
