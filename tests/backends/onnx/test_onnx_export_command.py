@@ -337,7 +337,7 @@ def test_caches_beyond_memory_are_refused(
         raise MemoryError
 
     monkeypatch.setattr(compare, "zeros", fail)
-    model = changed(tmp_path / "model", max_position_embeddings=None)
+    model = changed(tmp_path / "model", max_position_embeddings=1 << 20)
     message = run(model, "--method", SPARQ, "--max-length", "1000000")
     assert_refused(message, "--max-length: expected caches that fit into memory", tmp_path)
 
