@@ -63,23 +63,14 @@ def machine() -> dict[str, object]:
 
 
 def check(request: Request) -> None:
-    """Validate a request before anything runs.
-
-    Raises:
-        ConfigError: the kernels do not support one of the options.
-        BackendUnavailable: there is no GPU, and Triton's interpreter is not enabled.
-    """
+    """Validate a request before anything runs."""
     check_request(request, ("triton",))
     if reason := unavailable():
         raise BackendUnavailable(f"--runtime cuda: expected an NVIDIA GPU with torch and triton, got none ({reason}).")
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the attention variants to time for a case, which are torch, dense Triton, and each sparse method.
-
-    Raises:
-        MemoryError: the case is too large for this GPU.
-    """
+    """Yield the attention variants to time for a case, which are torch, dense Triton, and each sparse method."""
     shape = case.shape
     if case.step is not None:
         check_memory(8 * case.rows * case.S * shape.D * case.item * (shape.G + 2), free_memory(), LARGEST_SHARE)
@@ -190,12 +181,10 @@ class Caches:
         self.count = min(MOST_COPIES, max(1, math.ceil(8 * ROTATIONS * l2 / (2 * case.keys))))
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Draw a tensor of normally distributed random numbers in the dtype of the case."""
         return torch.randn(shape, device=device(), dtype=getattr(torch, self.case.dtype))
 
     @cached_property
     def queries(self) -> torch.Tensor:
-        """Random queries ``(B, Hq, 1, D)``."""
         return self.normal(self.case.B, self.case.shape.Hq, 1, self.case.shape.D)
 
     @cached_property
@@ -309,7 +298,6 @@ class Inputs(Prompt):
 
     @cached_property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Queries, keys and values of all sequences in the batch, on the device."""
         made = (to_torch(array, self.case.dtype) for array in (self.queries, self.keys, self.values))
         return [array.expand(self.case.B, *array.shape[1:]).contiguous() for array in made]
 
@@ -322,7 +310,6 @@ class DensePrefill(TorchVariant):
         self.prompt, self.config = prompt, config
 
     def attend(self, *rows: torch.Tensor) -> torch.Tensor:
-        """Return the attention output of the prefill. ``rows`` are the queries, keys and values."""
         out: torch.Tensor = cuda_ref.dense_attention(*rows)
         return out
 

@@ -18,12 +18,7 @@ LSE_BLOCK = 128  # block size of `dense_lse`, which does not affect the result
 
 
 def dense_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    scale: float,
-    left_padding: torch.Tensor | None,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
     """Compute dense attention. A single query uses the split-KV kernel, and several queries use torch's attention."""
     if queries.shape[2] > 1:
@@ -33,11 +28,7 @@ def dense_attention(
 
 
 def _prompt(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    padding: torch.Tensor | None,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, padding: torch.Tensor | None
 ) -> torch.Tensor:
     """Compute dense causal attention of several queries with torch. The fast causal kernel of torch requires L = S."""
     L, S, grouped = queries.shape[2], keys.shape[2], queries.shape[1] > keys.shape[1]

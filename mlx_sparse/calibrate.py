@@ -131,11 +131,7 @@ def path_of(key: MeasurementKey) -> Path:
 
 
 def read_measurement(key: MeasurementKey) -> dict[str, object] | None:
-    """Read the stored measurement that has the key ``key``, or return None if there is no file.
-
-    Raises:
-        ArtefactError: the file is not a valid measurement. The next measurement replaces the file.
-    """
+    """Read the stored measurement that has the key ``key``, or return None if there is no file."""
     path = path_of(key)
     try:
         found = json.loads(read_regular(path, MAX_BYTES))
@@ -166,11 +162,7 @@ def differing(key: MeasurementKey) -> list[str]:
 
 
 def write_measurement(key: MeasurementKey, result: Mapping[str, object]) -> None:
-    """Store ``result`` in the calibration file for ``key``.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Store ``result`` in the calibration file for ``key``."""
     path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"key": key, "result": result}, indent=1)
@@ -210,11 +202,7 @@ class Point(NamedTuple):
 
 
 def read_points(result: Mapping[str, Any]) -> list[Point]:
-    """Validate the timed lengths in a calibration file, and return one `Point` per length in ascending order.
-
-    Raises:
-        ValueError: the file is not a valid measurement.
-    """
+    """Validate the timed lengths in a calibration file, and return one `Point` per length in ascending order."""
     found: list[Any] = result.get("points") or [None]
     for point in found if isinstance(found, list) else [None]:
         if (
@@ -234,28 +222,20 @@ def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
     the interval begins at `MIN_SPEEDUP` or above. All longer measured lengths must meet the same condition. If no
     length qualifies, the result is None.
     """
-    return _shortest(points, lambda point: point.high >= MIN_SPEEDUP), _shortest(
-        points, lambda point: point.low >= MIN_SPEEDUP
-    )
 
+    def shortest(wins: Callable[[Point], bool]) -> int | None:
+        slower = max((point.S for point in points if not wins(point)), default=0)
+        return next((point.S for point in points if point.S > slower), None)
 
-def _shortest(points: Sequence[Point], faster: Callable[[Point], bool]) -> int | None:
-    """Return the shortest length such that ``faster`` is True at that length and at all longer lengths in ``points``.
-
-    If there is no such length, return None.
-    """
-    slower = max((point.S for point in points if not faster(point)), default=0)
-    return next((point.S for point in points if point.S > slower), None)
+    return shortest(lambda point: point.high >= MIN_SPEEDUP), shortest(lambda point: point.low >= MIN_SPEEDUP)
 
 
 def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first: int, seconds: float) -> list[Point]:
     """Find the crossover length of decode steps by bisection, and return a `Point` for each timed length.
 
-    The search ends when the crossover length is known to within 10 %, or after ``seconds``. The search starts at
-    ``first``, and doubles or halves the length until sparse attention wins at one length and loses at another length.
-    Then it bisects the interval between the two lengths. A win needs two timings. A length is timed again, up to
-    `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`. The time of the next length is estimated from
-    the time of the previous length. If the next length would take longer than the remaining time, the search ends.
+    The search ends when the crossover length is known to within 10 %, or before a length that would exceed ``seconds``.
+    It starts at ``first``, doubles or halves the length until sparse attention has won once and lost once, and then
+    bisects. A length is timed again, up to `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`.
     """
     end = time.monotonic() + seconds
     points: dict[int, Point] = {}
@@ -356,11 +336,7 @@ class Calibration:
             return None
 
     def read(self, config: Method, layer: Layer, result: Mapping[str, Any]) -> Threshold:
-        """Compute the threshold from the content of a calibration file.
-
-        Raises:
-            ValueError: the file is not a valid measurement.
-        """
+        """Compute the threshold from the content of a calibration file."""
         if not _is_number(result.get("time")):
             raise ValueError("expected the time of the measurement")
         if isinstance(config, Prefill):
@@ -447,7 +423,7 @@ class Calibration:
         def sparse(cache: SparseCache, out: mx.array) -> mx.array:
             return cache.attend(out, config, scale=scale, backend=layer.backend)[0]
 
-        def step(attend: Callable[[Any, mx.array], mx.array], caches: list[Any]) -> mx.array:
+        def step(attend: Callable[[Any, mx.array], mx.array], caches: list[SparseCache]) -> mx.array:
             out = query
             for cache in caches:
                 cache.update_and_fetch(row, row)
@@ -456,12 +432,12 @@ class Calibration:
 
         steps = partial(step, dense, sides[0]), partial(step, sparse, sides[1])
         for run in 2 * steps:  # compile, and touch the memory for the first time
-            _seconds(run)
+            seconds_of(run)
         pairs: list[tuple[float, float]] = []
         end = time.perf_counter() + seconds
         while len(pairs) < PAIRS[0] or (len(pairs) < PAIRS[1] and time.perf_counter() < end):
             first = len(pairs) % 2  # dense and sparse steps alternate in running first
-            took = {which: _seconds(steps[which]) / layers for which in (first, 1 - first)}
+            took = {which: seconds_of(steps[which]) / layers for which in (first, 1 - first)}
             pairs.append((took[0], took[1]))
         return pairs
 
@@ -541,9 +517,6 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
     Return a dict with the lengths "S" and "L" and two estimates of the largest density at which sparse attention is
     faster. "share" is the lower quartile over the turns, and "best" is the upper quartile. The time of attention is
     assumed to be linear in the number of blocks. On a CPU, one head represents all heads.
-
-    Raises:
-        MemoryError: not enough memory is free.
     """
     step, L = layer.step, layer.L
     heads, G = (1, 1) if device_kind() == "cpu" else (step.heads, step.G)
@@ -573,7 +546,7 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
     turns: list[list[float]] = []
     end = time.monotonic() + seconds
     while len(turns) < 1 + PROMPT_TURNS and (len(turns) < 3 or time.monotonic() < end):
-        turns.append([_seconds(run) for run in runs])
+        turns.append([seconds_of(run) for run in runs])
     low, _, high = quantiles([_share(kept, *turn) for turn in turns[1:]], method="inclusive")  # the first compiles
     return {"share": round(low, 3), "best": round(high, 3), "S": S, "L": L}
 
@@ -581,9 +554,7 @@ def measure_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, 
 def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
     """Compute the largest density at which sparse attention is faster than dense attention.
 
-    ``dense`` is the time of dense attention in seconds, and ``select`` the time of the selection of blocks. ``few`` and
-    ``many`` are the times of attention to few and to many blocks. ``kept`` contains the densities of the few and of the
-    many blocks.
+    The times are in seconds. ``kept`` contains the densities of the few and of the many blocks.
     """
     slope = (many - few) / (kept[1] - kept[0])
     left = dense / MIN_SPEEDUP - select - few
@@ -605,7 +576,8 @@ def _some_blocks(layout: Layout, share: float, heads: int) -> mx.array:
     return mx.contiguous(mx.broadcast_to(lists, (1, heads, *lists.shape)))
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def seconds_of(run: Callable[[], object]) -> float:
+    """Call ``run``, evaluate its result, and return the time in seconds."""
     start = time.perf_counter()
     mx.eval(run())
     return time.perf_counter() - start

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 BLOCK_SIZES = (32, 64, 128)  # block sizes for prefill that every backend supports
 MAX_BUCKETS = 4096  # largest number of SAAP buckets whose scores fit into the buffers of the kernels
@@ -90,13 +90,19 @@ class Sizes:
         return self.Hq // self.Hkv
 
 
-def check_qkv(queries: Any, keys: Any, values: Any) -> Sizes:
+class Shaped(Protocol):
+    """Array of any library."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, at: slice, /) -> object: ...
+
+
+def check_qkv(queries: Shaped, keys: Shaped, values: Shaped) -> Sizes:
     """Check that ``queries (B, Hq, L, D)`` are compatible with ``keys`` and ``values (B, Hkv, S, D)``.
 
     Return the sizes of the attention call.
-
-    Raises:
-        ShapeError: the numbers of axes, heads or tokens, or the head dims, are incompatible.
     """
     for name, array in (("queries", queries), ("keys", keys), ("values", values)):
         if len(array.shape) != 4:
@@ -114,7 +120,7 @@ def check_qkv(queries: Any, keys: Any, values: Any) -> Sizes:
     return Sizes(B, Hq, Hkv, L, S, D)
 
 
-def check_shape(name: str, array: Any, expected: tuple[int, ...]) -> None:
+def check_shape(name: str, array: Shaped | None, expected: tuple[int, ...]) -> None:
     """Raise `ShapeError` unless ``array`` is None or has exactly the ``expected`` shape."""
     if array is not None and tuple(array.shape) != expected:
         raise ShapeError(f"{name}: expected shape {expected}, got {tuple(array.shape)}.")
@@ -183,7 +189,7 @@ def check_sample(alpha_column: object, alpha_slash: object, chunks: object, bloc
     check_block_size(block_size)
 
 
-def check_saap(sizes: Sizes, bucket_ids: Any, visited: Any, sink_tokens: object, recent_tokens: object) -> None:
+def check_saap(sizes: Sizes, bucket_ids: Shaped, visited: Shaped, sink_tokens: object, recent_tokens: object) -> None:
     """Raise `ShapeError` or `ConfigError` unless the arrays and parameters of SAAP are valid."""
     check_shape("bucket_ids", bucket_ids, (sizes.B, sizes.Hkv, sizes.S))
     if len(visited.shape) != 3 or tuple(visited.shape[:2]) != (sizes.B, sizes.Hkv):
@@ -192,7 +198,7 @@ def check_saap(sizes: Sizes, bucket_ids: Any, visited: Any, sink_tokens: object,
     check_int("recent_tokens", recent_tokens, 1)
 
 
-def check_centroids(keys: Any, centroids: Any) -> None:
+def check_centroids(keys: Shaped, centroids: Shaped) -> None:
     """Raise `ShapeError` unless ``centroids`` has the shape ``(Hkv, C, D)`` that fits ``keys (B, Hkv, n, D)``."""
     kept = tuple(centroids.shape)
     if len(keys.shape) != 4 or len(kept) != 3 or kept[::2] != tuple(keys.shape[1::2]) or 0 in kept:
@@ -201,7 +207,13 @@ def check_centroids(keys: Any, centroids: Any) -> None:
         )
 
 
-def check_router(queries: Any, out_weight: Any, out_bias: Any, hidden_weight: Any, hidden_bias: Any) -> int:
+def check_router(
+    queries: Shaped,
+    out_weight: Shaped,
+    out_bias: Shaped | None,
+    hidden_weight: Shaped | None,
+    hidden_bias: Shaped | None,
+) -> int:
     """Check the shapes of SAAP's query router (saap.5) and return the number of buckets."""
     if len(queries.shape) != 4 or queries.shape[2] != 1 or 0 in queries.shape:
         raise ShapeError(f"queries: expected shape (B, Hq, 1, D), got {tuple(queries.shape)}.")
@@ -222,11 +234,7 @@ def check_router(queries: Any, out_weight: Any, out_bias: Any, hidden_weight: An
 
 
 def read_length(text: str, name: str = "--lengths") -> int:
-    """Parse a number of keys such as ``4096`` or ``4k``.
-
-    Raises:
-        ConfigError: the text is not a number of keys.
-    """
+    """Parse a number of keys such as ``4096`` or ``4k``."""
     number, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"{name}: expected numbers such as 1k,2k,3000, got {text!r}.")
@@ -234,11 +242,7 @@ def read_length(text: str, name: str = "--lengths") -> int:
 
 
 def read_shape(text: str) -> tuple[int, int, int]:
-    """Parse the number of query heads, the number of KV heads and the head dim from a text such as ``32x8x128``.
-
-    Raises:
-        ConfigError: the text is not three positive numbers, or the first is not a multiple of the second.
-    """
+    """Parse the number of query heads, the number of KV heads and the head dim from a text such as ``32x8x128``."""
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
     if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % sizes[1]:
         raise ConfigError(f"--shapes: expected query heads x KV heads x head dim such as 32x8x128, got {text!r}.")

@@ -17,18 +17,21 @@ from .extras import naming_missing
 # Commands of mlx-lm that take --attn, which are also subcommands of `mlx-sparse`.
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
 
-# Subcommands that parse their own arguments, with the module of their main().
+# Subcommands that parse their own arguments, with the module of their main() and their help.
 OWN_PARSERS = {
-    "try": "mlx_sparse.tools.try_model",
-    "advise": "mlx_sparse.tools.advise",
-    "calibrate": "mlx_sparse.tools.measure",
-    "eval": "mlx_sparse.tools.evaluate.run",
-    "report": "mlx_sparse.tools.evaluate.report",
-    "tune-sample": "mlx_sparse.tools.tune",
-    "train-saap": "mlx_sparse.tools.train.run",
-    "bench": "mlx_sparse.tools.bench.command",
-    "export-onnx": "mlx_sparse.onnx_export.exporter.command",
-    "run-onnx": "mlx_sparse.onnx_export.runtime.run",
+    "try": (
+        "tools.try_model",
+        "compare dense and sparse decoding of your model on your text (run this first)",
+    ),
+    "advise": ("tools.advise", "decide whether sparse attention pays for your model and is safe on your text"),
+    "calibrate": ("tools.measure", "measure the context length at which a method is faster on this machine"),
+    "eval": ("tools.evaluate.run", "measure the quality of methods on your model and your text"),
+    "report": ("tools.evaluate.report", "make pictures and a report from the results of eval"),
+    "tune-sample": ("tools.tune", "find settings of SampleAttention for a model, and write a file for --attn-config"),
+    "train-saap": ("tools.train.run", "train SAAP for a model on text, and write an artefact for --attn"),
+    "bench": ("tools.bench.command", "time decode steps, prefill and generation, on MLX, ONNX Runtime or CUDA"),
+    "export-onnx": ("onnx_export.exporter.command", "export a model as an ONNX file; also the command export-onnx"),
+    "run-onnx": ("onnx_export.runtime.run", "generate text on ONNX Runtime with a file from export-onnx"),
 }
 
 
@@ -57,7 +60,7 @@ def _dispatch(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
         return _hosted(arguments[0], arguments[1:])
     variable = os.environ.pop(VARIABLE, "").strip()  # these commands enable and disable models themselves
     if arguments[0] in OWN_PARSERS:
-        return _own(OWN_PARSERS[arguments[0]], arguments[1:])
+        return _own(OWN_PARSERS[arguments[0]][0], arguments[1:])
     args = parser.parse_args(arguments)
     return _matrix(args) if args.command == "matrix" else _doctor(args, variable)
 
@@ -73,26 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser(
-        "try", help="compare dense and sparse decoding of your model on your text; the first command to run"
-    )
-    commands.add_parser("advise", help="decide whether sparse attention pays for your model and is safe on your text")
-    commands.add_parser("calibrate", help="measure the context length at which a method is faster on this machine")
-    commands.add_parser("eval", help="measure the quality of methods on your model and your text")
-    commands.add_parser("report", help="make pictures and a report from the results of eval")
-    commands.add_parser(
-        "tune-sample", help="find settings of SampleAttention for a model, and write a file for --attn-config"
-    )
-    commands.add_parser("train-saap", help="train SAAP for a model on text, and write an artefact for --attn")
-    commands.add_parser("bench", help="time decode steps, prefill and generation, on MLX, ONNX Runtime or CUDA")
-    commands.add_parser("export-onnx", help="export a model as an ONNX file; the same as the command export-onnx")
-    commands.add_parser("run-onnx", help="generate text on ONNX Runtime with a file from export-onnx")
+    for name, (_, about) in OWN_PARSERS.items():
+        commands.add_parser(name, help=about)
     for name in HOSTED:
         commands.add_parser(name, help=f"mlx_lm.{name} with --attn, without the start-up hook")
     matrix = commands.add_parser("matrix", help="print the table of methods and backends")
-    form = matrix.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="print Markdown, the same on every machine")
-    form.add_argument("--json", action="store_true", help="print JSON")
+    matrix.add_argument("--json", action="store_true", help="print JSON")
     doctor = commands.add_parser(
         "doctor", help="print the installed packages, the backends that can run here, and why other backends cannot"
     )
@@ -112,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 def _own(module: str, arguments: list[str]) -> int:
     """Run a subcommand of `OWN_PARSERS` and return its exit code. An `OSError` becomes a one-line `ConfigError`."""
     try:
-        code: int = importlib.import_module(module).main(arguments)
+        code: int = importlib.import_module(f"mlx_sparse.{module}").main(arguments)
     except BrokenPipeError:
         raise
     except OSError as error:  # for example a folder without write permission, or a full disk
@@ -137,10 +126,7 @@ def _hosted(name: str, arguments: list[str]) -> int:
 def _matrix(args: argparse.Namespace) -> int:
     from .tools import matrix
 
-    if args.json:
-        print(json.dumps(matrix.rows(), indent=2))
-    else:
-        print(matrix.markdown() if args.markdown else matrix.text())
+    print(json.dumps(matrix.rows(), indent=2) if args.json else matrix.text())
     return 0
 
 

@@ -105,11 +105,7 @@ def not_installed(*packages: str) -> str | None:
 
 
 def require(package: str) -> None:
-    """Raise unless ``package`` is installed. The package is not imported.
-
-    Raises:
-        PackageMissing: the package is not installed.
-    """
+    """Raise unless ``package`` is installed. The package is not imported."""
     if importlib.util.find_spec(package) is None:
         raise PackageMissing(_message(package, "to be installed, got none"))
 

@@ -49,10 +49,10 @@ def identity(model: nn.Module) -> dict[str, str]:
     config = {name: value for name, value in every.items() if name in CONFIG} | _rope_scaling(every)
     family = model_type(model)
     digest = hashlib.sha256(json.dumps([family, config], sort_keys=True, default=str).encode())
-    tree: Any = tree_flatten(model.parameters())
+    tree = dict(tree_flatten(model.parameters()))
     weights = {
         name.replace(".linear.", ".").replace(".embedding.", "."): array  # names inside an adapter
-        for name, array in tree
+        for name, array in tree.items()
         if name.rpartition(".")[2] not in ADAPTERS and mx.issubdtype(array.dtype, mx.floating)
     }
     vectors = {name: array for name, array in weights.items() if array.ndim == 1}
@@ -74,20 +74,20 @@ def weights_hash(model: nn.Module) -> str:
 
     about = [model_type(model), config_of(model)]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
-    weights: Any = tree_flatten(model.parameters())
-    for name, array in sorted(weights):
+    weights = dict(tree_flatten(model.parameters()))
+    for name, array in sorted(weights.items()):
         flat = array.reshape(-1)
         ends = mx.concatenate([flat[:ENDS], flat[-ENDS:]]).view(mx.uint8)
         digest.update(f"{name} {array.shape} {array.dtype}".encode() + np.array(ends).tobytes())
     return digest.hexdigest()
 
 
-def _rope_scaling(config: dict[str, Any]) -> dict[str, Any]:
+def _rope_scaling(config: dict[str, object]) -> dict[str, object]:
     """Return a dict that contains the RoPE scaling of ``config`` under the key "rope_scaling".
 
     If ``config`` has no RoPE scaling, return an empty dict.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
         found |= value if isinstance(value, dict) else {}
@@ -124,7 +124,7 @@ def text_model(model: nn.Module) -> Any:
     return language if inner is None or package_of(inner) != "mlx_lm" else inner
 
 
-def logits_of(model: nn.Module, tokens: mx.array, caches: list[Any]) -> mx.array:
+def logits_of(model: nn.Module, tokens: mx.array, caches: list[object]) -> mx.array:
     """Call a model of mlx-lm, or a text model of mlx-vlm, and return the logits ``(B, L, vocabulary)``."""
     out = model(tokens, cache=caches)
     logits: mx.array = getattr(out, "logits", out)
@@ -137,7 +137,7 @@ def new_caches(model: nn.Module) -> list[Any]:
     return caches
 
 
-def _flat(args: Any) -> dict[str, Any]:
+def _flat(args: object) -> dict[str, Any]:
     known = args if isinstance(args, dict) else getattr(args, "__dict__", {})
     return {**_flat(known["text_config"]), **known} if "text_config" in known else dict(known)
 
@@ -166,7 +166,7 @@ def weights_read(model: nn.Module) -> int:
     return found
 
 
-def _is_output(module: nn.Module, config: dict[str, Any], head: set[int]) -> bool:
+def _is_output(module: nn.Module, config: dict[str, object], head: set[int]) -> bool:
     """Return True if the embedding ``module`` is also the output matrix of the model.
 
     The embedding must have the shape of the output matrix. Its number of rows must not be in ``head``, which contains
@@ -189,7 +189,7 @@ def kv_shapes(model: nn.Module) -> list[tuple[int, int] | None]:
     return shapes
 
 
-def leaves(caches: Any) -> list[Any]:
+def leaves(caches: object) -> list[Any]:
     """Return all caches of a prompt cache, including the caches inside a CacheList."""
     if isinstance(caches, (list, tuple)):
         return [leaf for entry in caches for leaf in leaves(entry)]

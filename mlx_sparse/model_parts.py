@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 # Classes of `mlx.nn` that have a shard of a matrix and the group of ranks.
 SHARDED = ("AllToShardedLinear", "ShardedToAllLinear", "QuantizedAllToShardedLinear", "QuantizedShardedToAllLinear")
@@ -28,11 +31,10 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """True if the part has all layers and all heads."""
         return self.layers is None and self.size == 1
 
 
-def part_of(model: Any) -> Part:
+def part_of(model: nn.Module) -> Part:
     """Return the layers and heads of ``model`` that this process runs."""
     first, layers, rank, size = 0, None, 0, 1
     for _, module in model.named_modules():
@@ -44,7 +46,7 @@ def part_of(model: Any) -> Part:
 
 
 @contextlib.contextmanager
-def without_pipeline(model: Any) -> Iterator[None]:
+def without_pipeline(model: nn.Module) -> Iterator[None]:
     """Disable communication between ``model`` and the other ranks of its pipeline inside the ``with`` block."""
     stages = [module for _, module in model.named_modules() if getattr(module, "pipeline_size", 1) > 1]
     kept = [(stage.pipeline_rank, stage.pipeline_size) for stage in stages]

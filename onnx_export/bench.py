@@ -42,11 +42,7 @@ def machine() -> dict[str, object]:
 
 
 def check(request: Request) -> None:
-    """Validate a request before anything runs.
-
-    Raises:
-        ConfigError: ONNX Runtime does not support one of the options.
-    """
+    """Validate a request before anything runs."""
     inputs.check_request(request, ("native", "standard"))
     for case, config in product(request.cases, request.methods):
         if case.B > 1 or case.dtype == "bfloat16" or getattr(config, "component_score", "query") == "query_key":
@@ -55,11 +51,7 @@ def check(request: Request) -> None:
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the variants to time for a case. They run dense attention and each sparse method on each backend.
-
-    Raises:
-        MemoryError: the case is too large for this machine.
-    """
+    """Yield the variants to time for a case. They run dense attention and each sparse method on each backend."""
     decode = case.step is None
     needed = 4 * max(2 * case.keys, BYTES_IN_TURNS) if decode else 16 * case.S * case.shape.D * case.shape.Hq
     check_memory(needed, environment.memory(), LARGEST_SHARE)

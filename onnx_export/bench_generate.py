@@ -33,11 +33,7 @@ MOST_ERROR = 0.05  # tolerance relative to the largest logit; rounding may chang
 def variants(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, threads: int
 ) -> Iterator[list[Generation]]:
-    """Export a model with each method. For each context length, yield a list with one decoder per method and backend.
-
-    Raises:
-        ConfigError: the model cannot be exported for both backends, or supports only shorter contexts.
-    """
+    """Export a model with each method. For each context length, yield one decoder per method and backend."""
     capacity = max(lengths) + tokens + 1
     modes = {backend: mode for backend, mode in MODES.items() if mode == "off" or not native.unavailable()}
     with tempfile.TemporaryDirectory(prefix="mlx-sparse-bench-") as scratch:
@@ -55,11 +51,7 @@ def variants(
 
 
 def _fill(caches: Mapping[str, np.ndarray], method: str) -> None:
-    """Fill the caches with random numbers. The seed is fixed, so that all backends get the same numbers.
-
-    Raises:
-        MemoryError: the caches are too large for this machine.
-    """
+    """Fill the caches with random numbers. The seed is fixed, so that all backends get the same numbers."""
     check_memory(2 * sum(array.nbytes for array in caches.values()), memory(), LARGEST_SHARE)
     rng = np.random.Generator(np.random.SFC64(1))
     noise = rng.standard_normal(max(array.size for array in caches.values()), np.float32)
@@ -90,7 +82,6 @@ class Decoder(Generation):
         return runner.step([[token]]).copy()
 
     def check(self) -> str | None:
-        """Return a message if the logits differ between the backends by more than `MOST_ERROR`, else None."""
         errors = []
         for token in TOKENS:
             ours, *others = (self._first(runner, token) for runner in self._runners.values())

@@ -71,12 +71,10 @@ def operator_model(
     """Build and check a model with one node and function bodies, which run if there are no native kernels.
 
     Args:
-        name: the name of the operator.
         dtype: type of queries, keys and values: float32, float16 or bfloat16.
         weights: type W of centroids and query networks: float32 or float16.
         profile: opset version and IR version of the model.
         sizes: fixed axis lengths, such as ``{"D": 128}``; all other axes stay symbolic.
-        attributes: all attributes except ``spec``.
 
     Raises:
         ConfigError: an argument or an attribute is invalid (see `node`).

@@ -37,11 +37,7 @@ _TYPES = {a.name: _KINDS[a.type] for operator in OPERATORS.values() for a in ope
 
 
 def operator(name: str) -> Operator:
-    """Return the operator with the given name.
-
-    Raises:
-        ConfigError: there is no such operator.
-    """
+    """Return the operator with the given name."""
     if name not in OPERATORS:
         raise ConfigError(
             f"operator: expected one of {', '.join(OPERATORS)}, got {name!r}.{did_you_mean(name, OPERATORS)}"

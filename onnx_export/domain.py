@@ -92,5 +92,4 @@ class Operator:
 
     @property
     def weighted(self) -> bool:
-        """Return True if the operator has weight inputs (type W)."""
         return any(tensor.type == "W" for tensor in self.inputs)

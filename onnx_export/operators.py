@@ -41,10 +41,7 @@ _SAAP = (
     _SCALE,
 )
 WINDOW = Attribute(
-    "window",
-    int,
-    "Sliding window w: a query at position p attends to keys p - w < j <= p; 0 for no window.",
-    0,
+    "window", int, "Sliding window w: a query at position p attends to keys p - w < j <= p; 0 for no window.", 0
 )
 SAMPLE = (
     _SPEC,
@@ -69,10 +66,7 @@ SAMPLE = (
     _SCALE,
 )
 _PADDING = Tensor(
-    "left_padding",
-    "tensor(int64)",
-    "B",
-    "First valid key of each row, 0 without padding. Keys before it may be NaN.",
+    "left_padding", "tensor(int64)", "B", "First valid key of each row, 0 without padding. Keys before it may be NaN."
 )
 _LENGTH = Tensor("length", "tensor(int64)", "B", "Number of keys in each row, the current tokens included.")
 _KEYS = Tensor("keys", "T", "B Hkv C D", "Keys. Keys from index `length` on have no effect.")
@@ -319,10 +313,7 @@ OWN: Mapping[str, Operator] = {
                 OUTPUT,
                 _PRESENT_KEY,
                 Tensor(
-                    "present_key_codes",
-                    "tensor(uint8)",
-                    "B HkvD groups 36",
-                    "`past_key_codes` with the new groups.",
+                    "present_key_codes", "tensor(uint8)", "B HkvD groups 36", "`past_key_codes` with the new groups."
                 ),
                 _PRESENT_VALUE,
                 Tensor("present_summary", "tensor(float)", "B 3Hkv D", "`past_summary` with the new tokens."),

@@ -59,7 +59,6 @@ def mac(folder: Path, target: Path) -> int:
 
 
 def mac_problems(found: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each missing or wrong result of a Mac."""
     wrong = tests_failed(found)
     if found["validation"]:
         wrong.append(f"Metal's validation reports {len(found['validation'])} lines")
@@ -121,7 +120,6 @@ def gpu_problems(
 
 
 def _failures(tests: Mapping[str, Any], which: str = "") -> list[str]:
-    """Describe the problem of a completed pytest run in a one-item list, or return an empty list if there is none."""
     if failed := len(tests["failed"]):
         return [f"{failed} of {tests['tests']} tests{which} failed"]
     return [f"no test{which} ran"] if tests["tests"] == tests["skipped"] else []
@@ -133,7 +131,6 @@ def _rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the command and the table of a benchmark, or an empty text if the benchmark did not finish."""
     return next((f"    {row['run']['command']}\n\n{row['text']}" for row in rows if row["kind"] == "end"), "")
 
 
@@ -170,12 +167,10 @@ def messages(log: str) -> list[str]:
 
 
 def facts(path: Path) -> dict[str, str]:
-    """Read the lines ``name: value`` of a file, and return a dict from name to value."""
     return dict(line.split(": ", 1) for line in text(path).splitlines() if ": " in line)
 
 
 def text(path: Path) -> str:
-    """Return the text of a file, or an empty text if there is no file."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

@@ -84,7 +84,6 @@ def utils() -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a template argument as a JSON value."""
     return value if isinstance(value, int | bool) else str(value).removeprefix("mlx.core.")
 
 
@@ -167,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"expected Linux, where the harness of tests/msl runs, got {sys.platform}.")
     if args.out.exists() and not (args.out / MANIFEST).is_file():
         parser.error(f"--out: expected a new folder or an older dump, got {args.out}. Name another.")
-    sys.path[:0] = [str(TESTS), str(TESTS / "fixtures")]
+    sys.path[:0] = [str(TESTS), str(TESTS / "testing")]
     from metal_calls import metal_calls
 
     header = utils()

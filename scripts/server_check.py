@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="options of the server, after --")
     args = parser.parse_args()
 
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "fixtures"))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "testing"))
     import tiny_models
 
     os.environ.pop("MLX_SPARSE_ATTN", None)  # the models of this process are enabled in `references`

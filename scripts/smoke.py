@@ -62,7 +62,7 @@ def main():
     table = run("mlx-sparse", "matrix")[0]
     expect("sparq" in table, "sparq in the table", table)
 
-    sys.path.insert(0, str(ROOT / "tests" / "fixtures"))
+    sys.path.insert(0, str(ROOT / "tests" / "testing"))
     import tiny_models
 
     os.chdir(tempfile.mkdtemp())

@@ -33,7 +33,6 @@ BUCKETS, PROBES = 128, 8
 
 
 def random(heads: int, length: int) -> mx.array:
-    """Return float16 normal random numbers ``(1, heads, length, D)``."""
     return mx.random.normal((1, heads, length, D), dtype=mx.float16)
 
 

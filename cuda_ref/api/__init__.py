@@ -9,6 +9,7 @@ operator. Functions that exist only in this backend are in
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ BLOCKS = frozenset({"attend_blocks", "sample", "sample_select"})  # prefill func
 class Torch:
     """Implementation of `mlx_sparse.api.checked_call.Library` for torch. `triton` is the only backend."""
 
-    xp: Any = torch
+    xp: ModuleType = torch
 
     def check_array(
-        self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
+        self, name: str, array: torch.Tensor, like: Any = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
         checks.check_tensor(name, array)
         checks.check_code_type(name, array)

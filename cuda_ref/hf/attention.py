@@ -25,13 +25,13 @@ from mlx_sparse.core.stats import dense_elements
 from mlx_sparse.methods import SparQ
 
 from ..availability import interpreted
+from ..checks import DTYPES
 from ..launchers import configs
 from . import require
 from .buffers import Padding, mask, padding_of
 from .cache import Origin, SparQCache, dense_layer, origin_of
 
 NAME = "sparq"
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _without_cache = Report(attn=NAME, backend="triton", model_type="calls without a SparQCache")
 

@@ -81,7 +81,6 @@ class Buffers:
             self.keys_t = grown(self.keys_t, 3, self.transposed)
 
     def crop(self, length: int) -> None:
-        """Remove all rows from index ``length`` to the end."""
         for kept in (self.key_statistics, self.value_statistics, self.codes):
             if kept is not None:
                 kept.rewind(length)

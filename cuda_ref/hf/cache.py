@@ -117,12 +117,7 @@ class SparQLayer(DynamicLayer):
         )
 
     def read(
-        self,
-        *,
-        mean: bool,
-        spread: bool,
-        padding: Padding | None,
-        coded: bool = False,
+        self, *, mean: bool, spread: bool, padding: Padding | None, coded: bool = False
     ) -> tuple[torch.Tensor | KeyCodes, torch.Tensor | None, torch.Tensor | None]:
         """Return the scoring keys, the mean value and the spread of the key components for all rows in the cache.
 
@@ -242,7 +237,7 @@ def _crossovers(thresholds: dict[Step, int], how: str) -> list[str]:
     return [f"{length} ({how})" for length in dict.fromkeys(lengths)]
 
 
-def dense_layer(layer: Any) -> str | None:
+def dense_layer(layer: object) -> str | None:
     """Return the reason why a cache layer always attends densely, or None for a `SparQLayer`."""
     if isinstance(layer, SparQLayer):
         return None

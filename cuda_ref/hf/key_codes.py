@@ -26,7 +26,6 @@ class Codes:
 
     @outside_inference_mode
     def __init__(self, keys: torch.Tensor, padding: torch.Tensor | None) -> None:
-        """Allocate empty codes for the buffer ``keys (B, Hkv, capacity, D)``."""
         B, Hkv, capacity, D = keys.shape
         self.padding, self.length = padding, 0
         self._runs = _runs(padding)
@@ -36,13 +35,8 @@ class Codes:
         self.coded = KeyCodes(codes, lo, torch.empty_like(lo), torch.zeros(B, Hkv, D, device=keys.device))
         self._spread: torch.Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.coded.nbytes
-
     @outside_inference_mode
     def rewind(self, length: int) -> None:
-        """Remove all rows from index ``length`` to the end."""
         if length >= self.length:
             return
         for sequences, first in self._runs:
@@ -64,8 +58,7 @@ class Codes:
                 stop = min(start + CHUNK // GROUP, full)
                 codes, lo, step, center = (array[sequences] for array in self.coded)
                 new = code_groups(
-                    keys[sequences, :, first + start * GROUP : first + stop * GROUP],
-                    center=center if start else None,
+                    keys[sequences, :, first + start * GROUP : first + stop * GROUP], center=center if start else None
                 )
                 codes[..., start * BYTES : stop * BYTES] = new.codes
                 lo[..., start:stop] = new.lo
@@ -102,7 +95,6 @@ class Codes:
 
     @outside_inference_mode
     def select(self, sequences: torch.Tensor) -> None:
-        """Keep only the sequences with the indices ``sequences``, in this order."""
         self.coded = KeyCodes(*(array.index_select(0, sequences) for array in self.coded))
         if self.padding is not None:
             self.padding = self.padding.index_select(0, sequences)
@@ -112,7 +104,6 @@ class Codes:
 
 
 def _full(length: int, first: int) -> int:
-    """Return the number of full groups in ``length`` rows of a sequence whose first valid row is ``first``."""
     return max(0, length - first) // GROUP
 
 

@@ -62,7 +62,6 @@ class State:
         self.count = total
 
     def select(self, rows: torch.Tensor) -> State:
-        """Return the statistics of the sequences with the indices ``rows``, in the order of ``rows``."""
         count = self.count.index_select(0, rows) if isinstance(self.count, torch.Tensor) else self.count
         squares = None if self.squares is None else self.squares.index_select(0, rows)
         return State(self.length, count, self.mean.index_select(0, rows), squares)
@@ -91,7 +90,6 @@ class RunningStatistics:
         self.marks: list[State] = []
 
     def rewind(self, length: int) -> None:
-        """Remove all rows from index ``length`` to the end."""
         if length < self.state.length:
             self.marks = [mark for mark in self.marks if mark.length <= length]
             self._restore_mark()
@@ -147,5 +145,4 @@ class RunningStatistics:
 
     @outside_inference_mode
     def select(self, rows: torch.Tensor) -> None:
-        """Keep only the sequences with the indices ``rows``, in this order."""
         self.state, self.marks = self.state.select(rows), [mark.select(rows) for mark in self.marks]

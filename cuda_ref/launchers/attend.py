@@ -107,8 +107,7 @@ def attend(
     G = Hq // Hkv
     indices, counts = (None, None) if listed is None else (listed.indices, listed.counts)
     entries = S if indices is None else indices.shape[2]
-    chosen = configs.config(queries.device)
-    tiles = chosen.dense if indices is None else chosen.listed
+    tiles = configs.DENSE if indices is None else configs.LISTED
     BLOCK_D = power_of_2(D, 16)
     BLOCK_N = configs.rows(tiles, BLOCK_D, keys.itemsize)
     share = configs.share(entries, BLOCK_N, B * Hkv, PROGRAMS_PER_PROCESSOR, queries.device)
@@ -160,10 +159,7 @@ def attend(
             "BLOCK_ROWS": power_of_2(min(B * Hkv, MOST_ROWS)),
             "UPCAST": upcast(keys.dtype),
         },
-        {
-            "num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize),
-            "num_stages": tiles.stages,
-        },
+        {"num_warps": configs.warps(tiles, BLOCK_D, keys.itemsize), "num_stages": tiles.stages},
     ).run()
     return out.to(queries.dtype), lse
 

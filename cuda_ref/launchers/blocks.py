@@ -110,7 +110,6 @@ class Prefill:
         ).run()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``out (B, Hq, L, D)`` in the dtype of the queries and float32 ``lse (B, Hq, L)``."""
         return self.out.to(self.dtype), self.lse
 
 

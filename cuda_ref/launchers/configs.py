@@ -1,6 +1,6 @@
-"""Define tile sizes, warps and pipeline stages per GPU architecture in a fixed table, for reproducible launches.
+"""Define tile sizes, warps and pipeline stages in fixed tables, for reproducible launches.
 
-tests/backends/triton/test_triton_aot.py compiles every entry of the table. The test rejects register spills, tiles
+tests/backends/triton/test_triton_aot.py compiles every entry. The test rejects register spills, tiles
 that do not fit and scalar loads. The values pass this test, but were not tuned by timing on a GPU.
 """
 
@@ -30,21 +30,8 @@ class Tiles:
     stages: int
 
 
-@dataclass(frozen=True)
-class Config:
-    """Tiles of one architecture for the score kernels, for attention to listed keys and for attention to all keys."""
-
-    scores: Tiles
-    listed: Tiles
-    dense: Tiles
-
-
-# By compute capability. A device uses the largest entry that is not above its compute capability.
-METHODS: Mapping[int, Config] = {
-    80: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
-    90: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
-    100: Config(Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)),
-}
+# For the score kernels, attention to listed keys, and attention to all keys, on all architectures.
+SCORES, LISTED, DENSE = Tiles(8192, 4, 3), Tiles(4096, 4, 2), Tiles(8192, 4, 3)
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,8 @@ class BlockTile:
     stages: int
 
 
-# For two bytes per element. The keys are compute capability, largest head dim, and block size.
+# For two bytes per element. The keys are compute capability, largest head dim, and block size. A device uses the
+# largest compute capability that is not above its own.
 BLOCK_TILES: Mapping[int, Mapping[int, Mapping[int, BlockTile]]] = {
     80: {
         64: {128: BlockTile(128, 64, 8, 3), 64: BlockTile(64, 64, 4, 3), 32: BlockTile(32, 32, 4, 3)},
@@ -102,11 +90,6 @@ SELECT_WARPS = {1024: 8, 2048: 8, 4096: 8}  # warps of `top_k_select` by number 
 WITHOUT_A_GPU = 4  # assumed number of processors, so that tests in the interpreter merge a few splits
 
 
-def config(device: torch.device) -> Config:
-    """Return the tiles of the decode kernels for ``device``."""
-    return METHODS[nearest(device)]
-
-
 def block_tile(device: torch.device, D: int, block_size: int, itemsize: int) -> BlockTile:
     """Return the tile of `attend_blocks` for head dim ``D`` and blocks of ``block_size`` queries on ``device``."""
     if itemsize > 2:
@@ -137,15 +120,15 @@ def columns(N: int, itemsize: int, queries: int, programs: int, device: torch.de
 
 def nearest(device: torch.device) -> int:
     """Return the compute capability (such as 90) whose table entry ``device`` uses."""
-    known = [architecture for architecture in METHODS if architecture <= capability(device)]
-    return max(known, default=min(METHODS))
+    known = [architecture for architecture in BLOCK_TILES if architecture <= capability(device)]
+    return max(known, default=min(BLOCK_TILES))
 
 
 @cache
 def capability(device: torch.device) -> int:
     """Return the compute capability of ``device`` as an integer, such as 90 for sm_90."""
     if device.type != "cuda":
-        return min(METHODS)
+        return min(BLOCK_TILES)
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

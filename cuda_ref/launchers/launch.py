@@ -17,8 +17,6 @@ class Launch:
     """A kernel with its grid, arguments and options. `run` launches the kernel.
 
     Attributes:
-        kernel: a Triton function of the package `kernels`.
-        grid: number of programs along the three axes.
         constants: dict from parameter name to compile-time argument.
         options: dict with ``num_warps`` and ``num_stages``.
     """

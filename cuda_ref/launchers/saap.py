@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,24 +123,6 @@ def saap_index(
     return torch.searchsorted(ordered, starts, out_int32=True), key_ids.to(torch.int32)
 
 
-@dataclass(frozen=True)
-class Index:
-    """Lists of the keys in each bucket.
-
-    Attributes:
-        offsets, key_ids: results of `saap_index`.
-        covered: number of keys in the lists; later keys are always attended to.
-        sink_tokens: number of sink keys, which are always attended to and are not in the lists.
-        capacity: number of slots in the key list of a decode step.
-    """
-
-    offsets: torch.Tensor
-    key_ids: torch.Tensor
-    covered: int
-    sink_tokens: int
-    capacity: int
-
-
 @torch.library.custom_op("mlx_sparse::saap_indices", mutates_args=())
 def saap_indices(
     visited: torch.Tensor,
@@ -154,8 +135,7 @@ def saap_indices(
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """List the keys of a decode step (saap.10). Return int32 ``indices (B, Hkv, capacity)`` and ``counts (B, Hkv)``."""
-    index = Index(offsets, key_ids, covered, sink_tokens, capacity)
-    listed = expand(visited, index, length, left_padding)
+    listed = expand(visited, offsets, key_ids, length, covered, sink_tokens, capacity, left_padding)
     assert listed.counts is not None
     return listed.indices, listed.counts
 
@@ -165,30 +145,42 @@ def _(visited: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return visited.new_empty(*visited.shape[:2], given[-2]), visited.new_empty(visited.shape[:2])
 
 
-def expand(visited: torch.Tensor, index: Index, length: int, left_padding: torch.Tensor | None) -> Listed:
-    """List the keys that a decode step attends to (saap.10). All arrays are int32."""
+def expand(
+    visited: torch.Tensor,
+    offsets: torch.Tensor,
+    key_ids: torch.Tensor,
+    length: int,
+    covered: int,
+    sink_tokens: int,
+    capacity: int,
+    left_padding: torch.Tensor | None,
+) -> Listed:
+    """List the keys that a decode step attends to (saap.10). All arrays are int32.
+
+    Keys from index ``covered`` on are in no bucket and are always attended to.
+    """
     B, Hkv, probes = visited.shape
-    indices = torch.empty(B, Hkv, index.capacity, dtype=torch.int32, device=visited.device)
+    indices = torch.empty(B, Hkv, capacity, dtype=torch.int32, device=visited.device)
     counts = torch.empty(B, Hkv, dtype=torch.int32, device=visited.device)
     tickets = torch.empty(B, Hkv, 2, dtype=torch.int32, device=visited.device)
     Launch(
         expand_kernel,
-        (max(1, -(-index.capacity // SLOTS)), Hkv, B),
+        (max(1, -(-capacity // SLOTS)), Hkv, B),
         {
             "visited": visited.contiguous(),
-            "offsets": index.offsets.contiguous(),
-            "key_ids": index.key_ids.contiguous(),
+            "offsets": offsets.contiguous(),
+            "key_ids": key_ids.contiguous(),
             "left_padding": contiguous(left_padding),
             "indices": indices,
             "counts": counts,
             "tickets": tickets,
             "length": length,
-            "covered": index.covered,
-            "sink_tokens": min(index.sink_tokens, index.covered),  # later sums fit into int32
-            "capacity": index.capacity,
+            "covered": covered,
+            "sink_tokens": min(sink_tokens, covered),  # later sums fit into int32
+            "capacity": capacity,
             "probes": probes,
-            "buckets": index.offsets.shape[2] - 1,
-            "indexed": index.key_ids.shape[2],
+            "buckets": offsets.shape[2] - 1,
+            "indexed": key_ids.shape[2],
         },
         {"BLOCK": SLOTS, "BLOCK_P": VISITED},
         {"num_warps": 8, "num_stages": 1},
@@ -211,8 +203,7 @@ def saap_decode(
     left_padding: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run one decode step over visited buckets. Return ``out``, ``lse`` and counts ``(B, Hkv)`` of attended keys."""
-    index = Index(offsets, key_ids, covered, sink_tokens, capacity)
-    listed = expand(visited, index, keys.shape[2], left_padding)
+    listed = expand(visited, offsets, key_ids, keys.shape[2], covered, sink_tokens, capacity, left_padding)
     assert listed.counts is not None
     return *attend(queries.contiguous(), rows(keys), rows(values), listed, scale=scale), listed.counts
 

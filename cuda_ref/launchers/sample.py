@@ -192,13 +192,7 @@ def select_share(scores: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 def select_masks(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    layout: Layout,
-    *,
-    alpha_column: float,
-    alpha_slash: float,
-    scale: float,
+    queries: torch.Tensor, keys: torch.Tensor, layout: Layout, *, alpha_column: float, alpha_slash: float, scale: float
 ) -> SampleMasks:
     """Score the sampled queries of each region, and select key blocks (columns) and offset bins by these scores."""
     column, slash = score(queries, keys, layout, scale=scale)

@@ -114,7 +114,7 @@ def sparq_scores(queries: torch.Tensor, selection: Selection) -> GroupScores:
     keys_t = selection.keys_t
     B, Hkv, _, S = keys_t.shape
     G, D = queries.shape[1] // Hkv, queries.shape[3]
-    tiles = configs.config(queries.device).scores
+    tiles = configs.SCORES
     BLOCK_D = power_of_2(D, 32)
     BLOCK_R = power_of_2(min(selection.rank, MOST_COMPONENTS), 16)
     BLOCK_S = configs.rows(tiles, BLOCK_R, keys_t.itemsize)
@@ -189,7 +189,7 @@ def sparq_code_scores(queries: torch.Tensor, keys: torch.Tensor, selection: Sele
     codes, lo, step = map(rows, selection.keys_t[:3])
     if lo.stride() != step.stride():
         lo, step = lo.contiguous(), step.contiguous()
-    tiles = configs.config(queries.device).scores
+    tiles = configs.SCORES
     BLOCK_D = power_of_2(D, 32)
     warps = configs.score_warps(tiles, BLOCK_D)
     BLOCK_S = 32 * warps * 16 * 8 // (CODE_COMPONENTS * CODE_BITS)  # each thread loads 16 bytes

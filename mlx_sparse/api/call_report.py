@@ -40,9 +40,9 @@ class Counts:
     drafts: Any = None
     counted: Any = None
     recalls: Any = None
-    device: dict[str, tuple[Read, list[tuple[Any, Any]]]] = field(default_factory=dict, repr=False)
+    device: dict[str, tuple[Read, list[tuple[object, object]]]] = field(default_factory=dict, repr=False)
 
-    def later(self, name: str, read: Read, data: Any, array: Any) -> None:
+    def later(self, name: str, read: Read, data: object, array: object) -> None:
         """Add an entry to the attribute ``name``. The report calls ``read`` with all entries of this call.
 
         The array must belong to no other graph, because another thread may read it.

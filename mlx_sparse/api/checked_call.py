@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Generic, Protocol, TypeVar
 
-from ..checks import Sizes, check_choice, check_qkv, check_shape
+from ..checks import Shaped, Sizes, check_choice, check_qkv, check_shape
 from ..core import stats
 from ..core.blocks.layout import Layout
 from ..core.stats import Stats
 from ..methods.sparq.scoring_keys import KeyCodes, check_keys_t
 
 INF = float("inf")
+Array = TypeVar("Array", bound=Shaped)  # array type of the library
 
 
-class Library(Protocol):
+class Library(Protocol[Array]):
     """Operations of an array library that the public functions use.
 
     `MLX` and `NumPy` in this package and `mlx_sparse.cuda_ref.api.Torch` implement this protocol.
@@ -23,14 +25,14 @@ class Library(Protocol):
         xp: module of the array library. Callers use only functions that have the same name in all libraries.
     """
 
-    xp: Any
+    xp: ModuleType
 
     def check_array(
-        self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
+        self, name: str, array: Array, like: Array | None = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
         """Raise an error if ``array`` has an unsupported type or dtype, or is not on the device of ``like``."""
 
-    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Any) -> str:
+    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Array) -> str:
         """Return the backend that runs ``function`` on ``arrays``.
 
         Raises:
@@ -43,29 +45,29 @@ class Library(Protocol):
         The first two results of most implementations are ``out`` and the float32 ``lse``.
         """
 
-    def padding(self, left_padding: Any, sizes: Sizes, like: Any) -> Any:
+    def padding(self, left_padding: Array | None, sizes: Sizes, like: Array) -> Array | None:
         """Convert ``left_padding (B,)`` to an array clamped to 0..S; None stays None."""
 
-    def ones(self, shape: tuple[int, ...], like: Any) -> Any:
+    def ones(self, shape: tuple[int, ...], like: Array) -> Array:
         """Return a float32 array of ones in the given ``shape`` on the device of ``like``."""
 
-    def visit(self, bucket_ids: Any, visited: Any) -> dict[str, Any]:
+    def visit(self, bucket_ids: Array, visited: Array) -> dict[str, object]:
         """Check bucket ids and visited buckets. Return a dict of arguments for a backend's `saap_attention`."""
 
-    def count_blocks(self, blocks: Any) -> Any:
+    def count_blocks(self, blocks: Array) -> Any:
         """Return the number of key blocks ``(B, Hq)`` that each query head attends to in ``blocks (B, Hq, R, N)``."""
 
 
-class Call:
+class Call(Generic[Array]):
     """A call of a public function. The constructor checks the arrays and selects the backend."""
 
     def __init__(
         self,
-        library: Library,
+        library: Library[Array],
         function: str,
-        arrays: tuple[Any, Any, Any],
+        arrays: tuple[Array, Array, Array],
         scale: float | None = None,
-        left_padding: Any = None,
+        left_padding: Array | None = None,
         backend: str = "auto",
         return_stats: bool | str = False,
     ) -> None:
@@ -75,7 +77,7 @@ class Call:
             library.check_array(name, array)
         self.sizes = check_qkv(queries, keys, values)
         check_choice("return_stats", return_stats, (False, True, "recall"))
-        self.left_padding = library.padding(left_padding, self.sizes, queries)
+        self.left_padding: Any = library.padding(left_padding, self.sizes, queries)
         self.scale = float(self.sizes.D**-0.5 if scale is None else scale)
         self.backend = library.resolve(backend, function, self.sizes, queries, keys, values)
         self.return_stats = return_stats
@@ -84,13 +86,13 @@ class Call:
         """Return True if the call is a decode step over more than ``attended`` keys. All other calls are dense."""
         return self.sizes.L == 1 and self.sizes.S > attended
 
-    def check(self, name: str, array: Any, shape: tuple[int, ...], *, same_type: bool = False) -> None:
+    def check(self, name: str, array: Array | None, shape: tuple[int, ...], *, same_type: bool = False) -> None:
         """Check an array that may be None. If ``same_type`` is True, the array must have the dtype of the queries."""
         if array is not None:
             self.library.check_array(name, array, self.arrays[0], same_type=same_type)
             check_shape(name, array, shape)
 
-    def check_keys_t(self, keys_t: Any, key_bits: int) -> None:
+    def check_keys_t(self, keys_t: Array | KeyCodes | None, key_bits: int) -> None:
         """Check that ``keys_t`` is an array in the queries' dtype, or `KeyCodes` if ``key_bits`` is below 16."""
         if isinstance(keys_t, KeyCodes):
             for name, array in zip(KeyCodes._fields, keys_t, strict=True):
@@ -103,7 +105,7 @@ class Call:
         """Return the implementation of ``function`` in the selected backend."""
         return self.library.load(function, self.backend)
 
-    def run(self, **parameters: Any) -> Any:
+    def run(self, **parameters: object) -> Any:
         """Run the function in the selected backend and return its results."""
         run = self.load(self.function)
         return run(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
@@ -119,7 +121,7 @@ class Call:
         record = Stats(moved, moved, 1.0, recall)
         return out, record if layout is None else stats.as_prefill(record, layout, n.D)
 
-    def decode(self, count: Callable[..., int], attended: int, **parameters: Any) -> Any:
+    def decode(self, count: Callable[..., int], attended: int, **parameters: object) -> Any:
         """Run a sparse decode step, or dense attention if a sparse step would attend to every key.
 
         Args:
@@ -131,14 +133,14 @@ class Call:
         out, lse, *estimate = self.run(**parameters)  # SparQ on MLX also estimates the attention recall
         return (out, self.record(lse, count, attended, *estimate)) if self.return_stats else out
 
-    def record(self, lse: Any, count: Callable[..., int], top_k: int, estimated_recall: Any = None) -> Stats:
+    def record(self, lse: Array, count: Callable[..., int], top_k: int, estimated_recall: Array | None = None) -> Stats:
         """Return the `Stats` of a decode step that attended to ``top_k`` keys."""
         n = self.sizes
         moved, dense = count(n.S, n.D, top_k=top_k), stats.dense_elements(n.S, n.D)
         density = min(top_k, n.S) / n.S
         return Stats(moved, dense, density, self.recall(lse), estimated_recall=estimated_recall)
 
-    def recall(self, lse: Any) -> Any:
+    def recall(self, lse: Array) -> Any:
         """Compute the attention recall from ``lse`` and a dense pass over the keys, or return None if not requested."""
         if self.return_stats != "recall":
             return None
@@ -148,7 +150,7 @@ class Call:
         # The recall of a row without valid keys is 1.
         return xp.where(empty, 1.0, xp.exp(lse - xp.where(empty, 0.0, dense)))
 
-    def prefill(self, layout: Layout, **parameters: Any) -> Any:
+    def prefill(self, layout: Layout, **parameters: object) -> Any:
         """Run a prefill method. Return ``out``, and a `Stats` if ``return_stats`` is set."""
         rows = [array[:] for array in self.arrays]  # dequantizes a quantized KV cache
         out, lse, blocks = self.load(self.function)(*rows, scale=self.scale, **parameters)

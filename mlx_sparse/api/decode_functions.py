@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 from ..checks import (
     ShapeError,
@@ -15,15 +15,13 @@ from ..checks import (
 )
 from ..core import stats
 from ..methods.sparq.scoring_keys import KEY_BITS, KeyCodes
-from .checked_call import Call, Library
-
-Array = Any  # array type of the library
+from .checked_call import Array, Call, Library
 
 
-class DecodeFunctions:
+class DecodeFunctions(Generic[Array]):
     """Public functions for dense attention and for decode steps, which have one query per sequence."""
 
-    _library: Library
+    _library: Library[Array]
 
     def attend_indices(
         self,

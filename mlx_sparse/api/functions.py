@@ -17,16 +17,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.registry import backends_of
-from .checked_call import Call, Library
+from .checked_call import Array, Call, Library
 from .decode_functions import DecodeFunctions
 from .prefill_functions import PrefillFunctions
 from .saap_functions import SaapFunctions
 
 
-class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
+class Functions(DecodeFunctions[Array], PrefillFunctions[Array], SaapFunctions[Array]):
     """Public attention functions for the array library that is passed to the constructor."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library[Array]) -> None:
         self._library = library
 
     def public(self, name: str) -> Callable[..., Any]:
@@ -48,9 +48,9 @@ class Functions(DecodeFunctions, PrefillFunctions, SaapFunctions):
         prefill = method.stage == "prefill"
 
         def attention(
-            queries: Any,
-            keys: Any,
-            values: Any,
+            queries: "Array",
+            keys: "Array",
+            values: "Array",
             *,
             scale: float | None = None,
             backend: str = "auto",

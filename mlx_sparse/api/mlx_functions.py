@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -16,10 +17,10 @@ from .functions import Functions
 class MLX:
     """Implementation of the protocol `mlx_sparse.api.checked_call.Library` for MLX arrays."""
 
-    xp: Any = mx
+    xp: ModuleType = mx
 
     def check_array(
-        self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
+        self, name: str, array: mx.array, like: object = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
         if integers and not mx.issubdtype(array.dtype, mx.integer):
             raise ShapeError(f"{name}: expected integers, got {array.dtype}.")
@@ -32,7 +33,7 @@ class MLX:
     def load(self, function: str, backend: str) -> Callable[..., Any]:
         return registry.load(function, backend)
 
-    def padding(self, left_padding: Any, sizes: Sizes, like: mx.array) -> mx.array | None:
+    def padding(self, left_padding: mx.array | None, sizes: Sizes, like: mx.array) -> mx.array | None:
         if left_padding is None:
             return None
         first = mx.array(left_padding)
@@ -43,8 +44,8 @@ class MLX:
     def ones(self, shape: tuple[int, ...], like: mx.array) -> mx.array:
         return mx.ones(shape)
 
-    def visit(self, bucket_ids: mx.array, visited: mx.array) -> dict[str, Any]:
-        largest: Any = visited.max().item() if visited.size else -1
+    def visit(self, bucket_ids: mx.array, visited: mx.array) -> dict[str, object]:
+        largest = int(visited.max()) if visited.size else -1
         if largest >= MAX_BUCKETS:
             raise ConfigError(f"visited: expected buckets of at most {MAX_BUCKETS - 1}, got {largest}.")
         # Any negative number is an empty slot. Converted to int32, a negative int64 could wrap to a valid bucket.

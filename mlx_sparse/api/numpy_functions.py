@@ -6,25 +6,25 @@ The only backend is the float64 reference in `mlx_sparse.oracle`, which does not
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_shape
 from ..core import registry
 from .functions import Functions
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 
 class NumPy:
     """Implementation of the protocol `mlx_sparse.api.checked_call.Library` for NumPy arrays."""
 
-    xp: Any = np
+    xp: ModuleType = np
 
     def check_array(
-        self, name: str, array: Any, like: Any = None, *, integers: bool = False, same_type: bool = False
+        self, name: str, array: Array, like: object = None, *, integers: bool = False, same_type: bool = False
     ) -> None:
         if not hasattr(array, "shape"):
             raise ConfigError(f"{name}: expected a NumPy array, got {type(array).__name__}.")
@@ -39,7 +39,7 @@ class NumPy:
     def load(self, function: str, backend: str) -> Callable[..., Any]:
         return registry.load(function, backend)
 
-    def padding(self, left_padding: Any, sizes: Sizes, like: Array) -> Array | None:
+    def padding(self, left_padding: Array | None, sizes: Sizes, like: Array) -> Array | None:
         if left_padding is None:
             return None
         first = np.asarray(left_padding)
@@ -50,7 +50,7 @@ class NumPy:
     def ones(self, shape: tuple[int, ...], like: Array) -> Array:
         return np.ones(shape)
 
-    def visit(self, bucket_ids: Array, visited: Array) -> dict[str, Any]:
+    def visit(self, bucket_ids: Array, visited: Array) -> dict[str, object]:
         return {"bucket_ids": bucket_ids, "visited": visited}
 
     def count_blocks(self, blocks: Array) -> Array:

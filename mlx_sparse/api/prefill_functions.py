@@ -7,19 +7,17 @@ backend evaluates the block lists. Therefore the functions do not work inside `m
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic
 
 from ..checks import ShapeError, check_block_size, check_sample
 from ..core.blocks.layout import Layout
-from .checked_call import Call, Library
-
-Array = Any  # array type of the library
+from .checked_call import Array, Call, Library
 
 
-class PrefillFunctions:
+class PrefillFunctions(Generic[Array]):
     """Public functions for block-sparse prefill."""
 
-    _library: Library
+    _library: Library[Array]
 
     def attend_blocks(
         self,

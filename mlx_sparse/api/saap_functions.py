@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic
 
 from ..checks import MAX_BUCKETS, Sizes, check_centroids, check_int, check_router, check_saap
 from ..core import stats
-from .checked_call import Call, Library
-
-Array = Any  # array type of the library
+from .checked_call import Array, Call, Library
 
 
-class SaapFunctions:
+class SaapFunctions(Generic[Array]):
     """Public functions for the steps of SAAP."""
 
-    _library: Library
+    _library: Library[Array]
 
     def saap_assign(self, keys: Array, centroids: Array, *, backend: str = "auto") -> Array:
         """Assign each key to the bucket of the centroid with the largest inner product (saap.1).
@@ -62,7 +60,7 @@ class SaapFunctions:
         Returns:
             int32 bucket ids ``(B, Hkv, probes)`` in ascending order. A NaN score counts as +inf.
         """
-        network = {"out_weight": out_weight, "out_bias": out_bias}
+        network: dict[str, Any] = {"out_weight": out_weight, "out_bias": out_bias}
         network |= {"hidden_weight": hidden_weight, "hidden_bias": hidden_bias}
         library = self._library
         library.check_array("queries", queries)

@@ -24,6 +24,8 @@ from ..core.registry import WHOLE_BUFFERS
 from .sparse_cache import FullSample, Run, SparseCache
 from .state import State
 
+Mask = mx.array | str | None  # mask of an attention call in mlx-lm or mlx-vlm
+
 # Bytes of keys and values that prefill dequantizes at a time. One KV head may exceed this limit.
 DEQUANTIZED_BYTES = 16 << 20
 
@@ -32,7 +34,7 @@ class SparseSingle(SparseCache):
     """Mixin that adds sparse attention to the KV cache of one sequence."""
 
     @staticmethod
-    def merge(caches: Any) -> Any:
+    def merge(caches: list[Any]) -> object:
         return merge(caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
@@ -51,7 +53,7 @@ class SparseQuantized(SparseCache):
     bits: int
 
     @staticmethod
-    def _contents(cache: Any) -> tuple[Any, ...]:
+    def _contents(cache: Any) -> tuple[object, ...]:
         return cache.offset, *(cache.keys or [None]), *(cache.values or [None])
 
     @property
@@ -107,7 +109,7 @@ class SparseBatch(SparseCache):
         padding: mx.array = self.left_padding
         return padding
 
-    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
+    def make_mask(self, N: int, return_array: bool = False, **kwargs: object) -> mx.array:
         # `is_padding_mask` reads the address of a sliced mask. On the CPU, that does not wait for layers on the GPU.
         with mx.stream(mx.cpu) if self.sliced_masks else nullcontext():
             mask: mx.array = super().make_mask(N, return_array, **kwargs)  # type: ignore[misc]
@@ -119,18 +121,18 @@ class SparseBatch(SparseCache):
         super()._moved(follow)
         self._first = None
 
-    def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
+    def first_rows(self, others: Iterable[object] = ()) -> list[int]:
         # Reading `left_padding` waits for the GPU. Read all layers together, and again only if sequences change.
         if self._first is None:
             batches = [entry for entry in (self, *others) if isinstance(entry, SparseBatch)]
             batches = [entry for entry in batches if entry.left_padding.size == self.left_padding.size]
-            found: Any = mx.stack([entry.left_padding for entry in batches]).tolist()
+            found = np.array(mx.stack([entry.left_padding for entry in batches])).tolist()
             for entry, first in zip(batches, found, strict=True):
                 entry._first = first
         assert self._first is not None
         return self._first
 
-    def extents(self, others: Iterable[Any]) -> list[tuple[int, int]] | None:
+    def extents(self, others: Iterable[object]) -> list[tuple[int, int]] | None:
         """Return the row range ``[first, stop)`` of each sequence, or None if the right padding is unknown.
 
         Args:
@@ -167,7 +169,7 @@ class SparseBatch(SparseCache):
 
     # The following methods move rows, so they also update the auxiliary state.
 
-    def prepare(self, **kwargs: Any) -> None:
+    def prepare(self, **kwargs: object) -> None:
         with self._changing():
             self._moved(lambda method, state: state.roll(None, self.length))
             super().prepare(**kwargs)  # type: ignore[misc]
@@ -177,23 +179,23 @@ class SparseBatch(SparseCache):
             self._moved(lambda method, state: state.roll(self._right_padding, self.length))
             super().finalize()  # type: ignore[misc]
 
-    def filter(self, batch_indices: Any) -> None:
+    def filter(self, batch_indices: mx.array | list[int]) -> None:
         length = self.length
-        kept: Any = mx.array(batch_indices).tolist()
+        kept: list[int] = np.array(batch_indices).tolist()
         with self._changing():
             samples = self._samples_by_sequence
             self._full_samples = tuple(samples[sequence] for sequence in kept)
             super().filter(batch_indices)  # type: ignore[misc]
             self._moved(lambda method, state: state.filter(kept, length, length - self.length))
 
-    def extend(self, other: Any) -> None:
+    def extend(self, other: SparseBatch) -> None:
         adopt(other)
         with self._changing(), other._changing():
             self._full_samples = self._samples_by_sequence + other._samples_by_sequence
             self._moved(lambda method, state: state.join(self, other.aux_states.get(method), other))
             super().extend(other)  # type: ignore[misc]
 
-    def extract(self, idx: int) -> Any:
+    def extract(self, idx: int) -> object:
         self.drop_stale_states()
         one = super().extract(idx)  # type: ignore[misc]
         for method, state in self.aux_states.items():
@@ -203,7 +205,7 @@ class SparseBatch(SparseCache):
         return one
 
 
-def merge(caches: list[Any]) -> Any:
+def merge(caches: list[Any]) -> object:
     """Merge single-sequence caches and their auxiliary states into a batch. This replaces `KVCache.merge`."""
     plain = next(cls for cls in type(caches[0]).__mro__ if cls in SPARSE_CLASSES)
     merged = sys.modules[plain.__module__].BatchKVCache.merge(caches)
@@ -247,10 +249,10 @@ class _OfVlm:
     """Mixin for mlx-vlm's KV caches. The prefix cache of mlx-vlm copies and merges them, and compares their classes."""
 
     @classmethod
-    def from_state(cls, state: Any, meta_state: Any) -> Any:
+    def from_state(cls, state: object, meta_state: object) -> object:
         return cls.__mro__[cls.__mro__.index(SparseCache) + 1].from_state(state, meta_state)  # type: ignore[attr-defined]
 
-    def prefix_cache_merge(self, rows: Any, prefix_lens: Any) -> Any:
+    def prefix_cache_merge(self, rows: list[object], prefix_lens: object) -> object:
         ours = type(self)
         if isinstance(self, SparseSingle) and all(ours in (type(row), SPARSE_CLASSES.get(type(row))) for row in rows):
             return merge(rows)
@@ -270,7 +272,7 @@ def register_vlm(caches: ModuleType) -> None:
             SPARSE_CLASSES[cls] = type(cls.__name__, (*bases, cls), own)
 
 
-def adopt(cache: Any) -> None:
+def adopt(cache: object) -> None:
     """Change the class of a KV cache, or of each KV cache in a list, to a sparse cache class in place."""
     if isinstance(cache, (list, tuple)):
         for entry in cache:
@@ -281,7 +283,7 @@ def adopt(cache: Any) -> None:
         cache.__class__ = SPARSE_CLASSES[type(cache)]
 
 
-def is_padding_mask(mask: Any, caches: Iterable[Any]) -> bool:
+def is_padding_mask(mask: Mask, caches: Iterable[object]) -> bool:
     """Return True if ``mask`` is causal, or if it is the padding mask of a batch cache in ``caches``."""
     if isinstance(mask, str):
         return mask == "causal"  # mlx-vlm uses other names for kernels of its own
@@ -303,7 +305,7 @@ def _is_mask_of(cache: SparseBatch, mask: Any) -> bool:
     return not cache.other_mask
 
 
-def _buffer(mask: Any) -> tuple[Any, ...]:
+def _buffer(mask: Any) -> tuple[object, ...]:
     """Return the address and the strides of an array. This evaluates the array."""
     rows = np.asarray(memoryview(mask))
     return rows.__array_interface__["data"][0], rows.strides

@@ -19,9 +19,11 @@ from ..core.base import Method, Prefill
 from ..core.packed_rows import PackedRows, Rows
 from .state import State
 
+Length = dict[str, int]  # keyword argument ``length`` of functions that take whole buffers; empty for the others
+
 # Function for `SparseCache.by_heads`. Arguments: slice of the query heads, queries of these heads, keys, values, and
 # keyword arguments with the length. The heads are on axis 1 of every result.
-Run = Callable[[slice, mx.array, Any, Any, dict[str, int]], tuple[mx.array, ...]]
+Run = Callable[[slice, mx.array, Rows, Rows, Length], tuple[mx.array, ...]]
 
 # Result of a decode step: ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)``, which is the log-sum-exp of the attended
 # scores, and the estimated attention recall ``(B, Hkv)`` if the method makes an estimate.
@@ -61,8 +63,8 @@ class SparseCache:
     layer_plan: Any = None
     _full_samples: tuple[FullSample | None, ...] = ()  # one entry, or one per sequence of a batch
     # Function that returns the length and the arrays that the auxiliary state depends on. It takes this cache.
-    _contents: Callable[[Any], tuple[Any, ...]] = staticmethod(attrgetter("offset", "keys", "values"))
-    _recorded: tuple[Any, ...] = (None,)  # result of `_contents` after the last change by a method of this class
+    _contents: Callable[[Any], tuple[object, ...]] = staticmethod(attrgetter("offset", "keys", "values"))
+    _recorded: tuple[object, ...] = (None,)  # result of `_contents` after the last change by a method of this class
 
     @property
     def key_rows(self) -> Rows:
@@ -94,12 +96,12 @@ class SparseCache:
         return None
 
     @property
-    def state(self) -> Any:
+    def state(self) -> object:
         """Keys and values, which mlx-lm saves and evaluates. The auxiliary state is not included."""
         return super().state  # type: ignore[misc]
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: object) -> None:
         self._drop_states()
         super(SparseCache, type(self)).state.fset(self, value)  # type: ignore[misc]
 
@@ -143,7 +145,7 @@ class SparseCache:
             trimmed: int = super().trim(n)  # type: ignore[misc]
         return trimmed
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> object:
         self.drop_stale_states()
         for state in self.aux_states.values():
             state.rewind(self.length)
@@ -157,7 +159,7 @@ class SparseCache:
         self._recorded = self._contents(self)
         return fetched
 
-    def first_rows(self, others: Iterable[Any] = ()) -> list[int]:
+    def first_rows(self, others: Iterable[object] = ()) -> list[int]:
         """Return the first valid row of each sequence. Wait for the device only once for this cache and ``others``."""
         return [0] * (1 if self.keys is None else self.key_rows.shape[0])
 
@@ -205,7 +207,7 @@ class SparseCache:
         read = None if state is None else state.bind(self, config, G, whole=whole)
         keep, padding = None if state is None else state.keep, self.padding
 
-        def step(queries: mx.array, cache: SparseCache, S: int, scale: float, hooks: Any = None) -> Attended:
+        def step(queries: mx.array, cache: SparseCache, S: int, scale: float, hooks: object = None) -> Attended:
             given = parameters if read is None else parameters | read(cache, S)
             keys, values, length = cache.rows(backend, S)
             given = given | length
@@ -230,12 +232,12 @@ class SparseCache:
             return None
         select = registry.load(f"{config.name}_select", backend)
 
-        def choose(heads: slice, queries: mx.array, keys: Any, values: Any, length: Any) -> tuple[mx.array]:
+        def choose(heads: slice, queries: mx.array, keys: Rows, values: Rows, length: Length) -> tuple[mx.array]:
             return (select(queries, keys, scale=scale, **config.parameters(), **length),)
 
         (blocks,) = self.by_heads(choose, queries, backend)
         pairs = config.layout(queries.shape[2], S).causal_pairs
-        kept: Any = (blocks >= 0).sum().item()
+        kept = int((blocks >= 0).sum())
         full = kept > max_density * pairs * queries.shape[0] * queries.shape[1]
         self._full_samples = (FullSample(config, max_density, S),) if full else ()
         return None if full else blocks
@@ -257,18 +259,18 @@ class SparseCache:
         name = config.name if blocks is None else "attend_blocks"
         function = registry.load(name, backend)
 
-        def attend(heads: slice, queries: mx.array, keys: Any, values: Any, length: Any) -> tuple[mx.array, ...]:
+        def attend(heads: slice, queries: mx.array, keys: Rows, values: Rows, length: Length) -> Attended:
             if blocks is None:
                 parameters = config.parameters()
             else:
                 parameters = {"blocks": blocks[:, heads], "block_size": config.block_size}
-            found: tuple[mx.array, ...] = function(queries, keys, values, scale=scale, **parameters, **length)
+            found: Attended = function(queries, keys, values, scale=scale, **parameters, **length)
             return found
 
         out, lse, *chosen = self.by_heads(attend, queries, backend)
         return out, lse, chosen[0] if blocks is None else blocks
 
-    def rows(self, backend: str, S: int | None = None) -> tuple[Any, Any, dict[str, int]]:
+    def rows(self, backend: str, S: int | None = None) -> tuple[Any, Any, Length]:
         """Return keys, values and a dict of keyword arguments for a function of ``backend``.
 
         If ``backend`` takes whole buffers, the dict contains the ``length`` in use. Otherwise the dict is empty.

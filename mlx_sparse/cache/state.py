@@ -10,7 +10,7 @@ import mlx.core as mx
 
 Cache = Any  # a `SparseCache`, whose module imports this module
 # Function from a cache and its length to keyword arguments for the method's function.
-Read = Callable[[Cache, int], dict[str, Any]]
+Read = Callable[[Cache, int], dict[str, object]]
 
 
 class State(ABC):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -77,7 +76,7 @@ class PackedRows:
         """Return the rows with a dependency on ``done``, so that MLX computes ``done`` before it reads the rows."""
         return PackedRows(mx.depends(self.codes, done), self.scales, self.biases, self.bits)
 
-    def __getitem__(self, at: Any) -> mx.array:
+    def __getitem__(self, at: object) -> mx.array:
         """Dequantize the rows at index ``at`` in float32, and return them in ``dtype`` (quantized.1)."""
         codes, scales, biases = (part[at] for part in self.parts)
         if codes.size == 0:  # `mx.dequantize` rejects empty arrays

@@ -11,9 +11,10 @@ from enum import Enum
 from typing import Any, Protocol
 
 import mlx.core as mx
+from mlx import nn
 
 from ..api.call_report import Counts
-from ..cache.kv_cache import SPARSE_CLASSES, SparseBatch, SparseQuantized, adopt, is_padding_mask
+from ..cache.kv_cache import SPARSE_CLASSES, Mask, SparseBatch, SparseQuantized, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..core import reasons, registry
 from ..core.decide import Facts, refusal
@@ -32,7 +33,7 @@ class Listener(Protocol):
     """Object that receives a model's attention calls, for example the `Call` of an enabled model."""
 
     def attend(
-        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
         """Return the attention output, or None to let mlx-lm run dense attention."""
 
@@ -53,7 +54,7 @@ def dispatching(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         values: Any,
         cache: Any,
         scale: float,
-        mask: Any,
+        mask: Mask,
         sinks: mx.array | None = None,
     ) -> mx.array:
         listener = active.get()
@@ -101,12 +102,12 @@ class Call:
         checks: True if the model is lossless and this forward pass checks draft tokens or is a dense decode step.
     """
 
-    def __init__(self, plan: Plan, caches: Any, *, probe: Probe | None = None) -> None:
+    def __init__(self, plan: Plan, caches: list[object] | None, *, probe: Probe | None = None) -> None:
         self.plan, self.probe = plan, probe
         if not (isinstance(caches, list) and set(map(type, caches)).issubset(SPARSE_CLASSES.values())):
             adopt(caches or [])
             caches = leaves(caches or [])
-        self.caches: list[Any] = caches
+        self.caches: list[object] = caches
         for cache in caches:
             if isinstance(cache, SparseCache):
                 cache.drop_stale_states()
@@ -153,7 +154,7 @@ class Call:
                 watch(self._step_keys, counts)
 
     def attend(
-        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
         """Return the attention output of one layer, or None to let mlx-lm run dense attention."""
         layer: LayerPlan | None = getattr(cache, "layer_plan", None)
@@ -205,7 +206,7 @@ class Call:
         return out
 
     def _decide(
-        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
         """Run a prefill chunk, or a decode step if the layer has no valid plan. Return None for dense attention."""
         if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
@@ -235,7 +236,7 @@ class Call:
         keys: Rows,
         cache: SparseCache,
         scale: float,
-        mask: Any,
+        mask: Mask,
         sinks: mx.array | None,
         layer_index: int,
     ) -> mx.array | None:
@@ -273,14 +274,14 @@ class Call:
         reason = refusal(self.plan.decode, facts)
         return reason if reason is not None or self.hooks is None else self.hooks.step_reason(cache)
 
-    def chunk_reason(self, L: int, S: int, mask: Any) -> str | None:
+    def chunk_reason(self, L: int, S: int, mask: Mask) -> str | None:
         """Return the reason why a call with ``L > 1`` queries and ``S`` keys stays dense, or None."""
         if self.checks and S > L and L <= reasons.VERIFY_QUERIES:
             return reasons.CHECKED
         return self.plan.chunk_reason(L, S, self.caches, mask)
 
     def probe_reason(
-        self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Any, sinks: mx.array | None
+        self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Mask, sinks: mx.array | None
     ) -> Callable[[], str | None]:
         """Return a function that calls `Probe.reason`. Call the function after the trial call."""
         assert self.probe is not None
@@ -335,7 +336,7 @@ class Call:
         return prefills or any(min(end - before, L) == 1 for end in ends)
 
     def _attend_each(
-        self, queries: mx.array, cache: SparseBatch, scale: float, mask: Any, sinks: mx.array | None
+        self, queries: mx.array, cache: SparseBatch, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
         """Run the prefill chunk of each sequence in a padded batch separately.
 
@@ -358,7 +359,7 @@ class Call:
             part, out = queries[sequence : sequence + 1, :, start:end], None
             if start < end:
                 keys, _, _ = one.rows("ops")
-                step: Any = contextlib.nullcontext()
+                step: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
                 if end - start == 1 and self.hooks is not None:
                     step = self.hooks.single_sequence(cache, sequence, one, first, queries, part)
                 with step:
@@ -387,17 +388,17 @@ class Call:
             return None
         return dense.attend_packed(queries, cache, scale)
 
-    def layer_index(self, cache: Any) -> int:
+    def layer_index(self, cache: object) -> int:
         """Return the index of ``cache`` among the model's caches, or -1 if the model does not use ``cache``."""
         return next((index for index, own in enumerate(self.caches) if own is cache), -1)
 
 
-def under_plan(cls: Any) -> Callable[..., Any]:
+def under_plan(cls: type[nn.Module]) -> Callable[..., object]:
     """Wrap ``cls.__call__`` so that each model call runs inside a `Call`. The signature does not change."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: object, **kwargs: Any) -> object:
         plan: Plan = self._mlx_sparse[0]
         caches = kwargs.get("cache")
         if caches is None:

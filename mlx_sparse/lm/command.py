@@ -16,9 +16,9 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
@@ -30,8 +30,12 @@ from .loading import has_all_weights, loading, quantizing, refuse_rotating_cache
 from .options import add_options, end, fail, print_error, print_line, requested
 
 if TYPE_CHECKING:
+    from mlx import nn
+
     from ..calibrate import Calibration
     from .plan import Plan
+
+T = TypeVar("T")
 
 
 class Session:
@@ -47,7 +51,7 @@ class Session:
     def __init__(self, command: str) -> None:
         self.report_format = "text"
         self.reports: dict[tuple[str, tuple[Method, ...]], Report] = {}
-        self.requests: dict[str, Any] = {}
+        self.requests: dict[str, object] = {}
         self.ranks = Ranks()
         self.command = command
         self.library = "mlx_vlm" if command.startswith("mlx_vlm") else "mlx_lm"
@@ -154,19 +158,19 @@ class Session:
         if problem is not None and not refused:
             fail(parser, problem)
 
-    def find(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
+    def find(self, original: Callable[..., T], model: str, *args: object, **kwargs: object) -> T:
         """Find ``model`` on disk or on the Hugging Face Hub as mlx-lm does, and record that this command loads it."""
         self.loads += not self.loads_part
         self.loading = model
         with self._exiting_on_error(), loading(model):
             return original(model, *args, **kwargs)
 
-    def quantize(self, original: Callable[..., Any], caches: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def quantize(self, original: Callable[..., T], caches: list[object], *args: object, **kwargs: object) -> T:
         """Quantize ``caches`` as mlx-lm's ``maybe_quantize_kv_cache`` does, from the start that the user has set."""
         with quantizing(caches):
             return original(caches, *args, **kwargs)
 
-    def load(self, original: Callable[..., Any], model: Path, *args: Any, **kwargs: Any) -> Any:
+    def load(self, original: Callable[..., Any], model: Path, *args: object, **kwargs: object) -> object:
         """Load a model as mlx-lm's ``load_model`` does, and enable the methods on this model."""
         from ..model_info import record_facts
 
@@ -183,7 +187,7 @@ class Session:
                 self._print_crossovers(plan, plan.report)
         return loaded
 
-    def load_part(self, original: Callable[..., Any], model: str, *args: Any, **kwargs: Any) -> Any:
+    def load_part(self, original: Callable[..., Any], model: str, *args: object, **kwargs: object) -> object:
         """Load this rank's part of a model and enable the methods."""
         self.loads += 1
         self.loads_part = True
@@ -195,7 +199,7 @@ class Session:
             self._enable_part(loaded[0], str(model))
         return loaded
 
-    def _enable_part(self, model: Any, path: str) -> None:
+    def _enable_part(self, model: nn.Module, path: str) -> None:
         """Enable the methods on this rank's part of a model. If one rank fails, raise an error on all ranks."""
         from .model import require_served
 
@@ -215,7 +219,7 @@ class Session:
                 require_served(plan.report, plan.name)
             self._print_crossovers(plan, plan.report)
 
-    def _enable(self, model: Any, path: str) -> Plan | None:
+    def _enable(self, model: nn.Module, path: str) -> Plan | None:
         """Enable the methods on a loaded model.
 
         If the command has loaded the model before, the earlier report counts the calls of both models.
@@ -308,7 +312,7 @@ class Session:
         if self.prints():
             logging.info(f"[mlx-sparse] {text}")
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the reports as plain data for JSON."""
         reports = {JSON_KEY: [report.as_dict() for report in list(self.reports.values())]}
         return reports | ({"requests": self.requests} if self.requests else {})
@@ -334,7 +338,7 @@ class Session:
         )
 
 
-def run(main: Callable[..., Any], command: str) -> Any:
+def run(main: Callable[[], object], command: str) -> object:
     """Run ``main``, the entry point of a ``command`` of mlx-lm or mlx-vlm, with the sparse attention options."""
     session = Session(command)
     try:
@@ -360,7 +364,9 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
     """Add the sparse attention options to the first parser that parses arguments, which is the command's parser."""
     original = argparse.ArgumentParser.parse_args
 
-    def parse_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(
+        parser: argparse.ArgumentParser, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
         if session.suites:
             parser.prog = session.command  # mlx-lm passes the description in place of the program name
@@ -384,10 +390,10 @@ def _options_in_first_parser(session: Session) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[None]:
+def _enabled_on_load(session: Session, main: Callable[[], object]) -> Iterator[None]:
     """Enable the session's methods on each model and draft model that the library loads inside the ``with`` block."""
     utils = importlib.import_module(f"{session.library}.utils")
-    ours: dict[str, Callable[..., Any]] = {
+    ours: dict[str, Callable[..., object]] = {
         "load_model": session.load,
         "_download" if session.library == "mlx_lm" else "get_model_path": session.find,
         "sharded_load": session.load_part,
@@ -401,10 +407,10 @@ def _enabled_on_load(session: Session, main: Callable[..., Any]) -> Iterator[Non
     places = [(scope, name) for scope in distinct for name in ours]
     originals = [(place, name, place[name]) for place, name in places if name in place]
 
-    def replaced(original: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    def replaced(original: Callable[..., object], own: Callable[..., object]) -> Callable[..., object]:
         alone = getattr(original, "without_variable", original)  # --attn takes precedence over MLX_SPARSE_ATTN
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if session.configs:
                 return own(alone, *args, **kwargs)
             return (alone if session.named else original)(*args, **kwargs)

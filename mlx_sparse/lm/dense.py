@@ -82,7 +82,7 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
     """
     fused = mx.default_device().type == mx.gpu and queries.shape[3] in FUSED_HEAD_DIMS
 
-    def attend(heads: slice, queries: mx.array, keys: mx.array, values: mx.array, length: Any) -> tuple[mx.array]:
+    def attend(heads: slice, queries: mx.array, keys: Rows, values: Rows, length: object) -> tuple[mx.array]:
         (B, Hq, L, _), S = queries.shape, keys.shape[2]
         step = L if fused else batch_size(B * Hq * S)
         outs: list[mx.array] = []
@@ -113,6 +113,6 @@ def replace_with_dense(
     keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])
     own = mx.array([first_rows[sequence] - start for sequence in sequences])[:, None, None, None]
     mask = mx.arange(cache.length - start) >= own
-    given: Any = {"cache": cache, "scale": scale, "mask": mask, "sinks": sinks}
-    out[batch] = scaled_dot_product_attention(queries[batch], keys, values, **given)
+    given = queries[batch], keys, values
+    out[batch] = scaled_dot_product_attention(*given, cache=cache, scale=scale, mask=mask, sinks=sinks)
     return out

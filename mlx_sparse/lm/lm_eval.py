@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ..checks import BackendUnavailable
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from ..api.call_report import Report
     from .command import Session
 
 # Name of the request kind for each output type of a task, where the two names differ in lm-eval.
@@ -61,27 +64,27 @@ def _scorer_class(session: Session, original: Any) -> Any:
         If a decode method is enabled, the model scores the continuation token by token.
         """
 
-        def _process_prompt(self, prompt: Any, step_size: int = 2048) -> Any:
+        def _process_prompt(self, prompt: list[int], step_size: int = 2048) -> object:
             if session.decode is None or len(prompt) == 1:
                 return super()._process_prompt(prompt, step_size)
             _, cache = super()._process_prompt(prompt[:-1], step_size)
             logits = self._model(mx.array(prompt[-1:])[None], cache=cache)
             return nn.log_softmax(logits[:, -1].astype(mx.float32)), cache
 
-        def _score_fn(self, inputs: Any, cache: Any = None, step_size: int = 2048) -> Any:
+        def _score_fn(self, inputs: mx.array, cache: object = None, step_size: int = 2048) -> object:
             if session.decode is not None and (cache is not None or session.prefill is None):
                 step_size = 1
             return super()._score_fn(inputs, cache, step_size)
 
-        def loglikelihood(self, requests: Any) -> Any:
+        def loglikelihood(self, requests: object) -> object:
             with _counting_calls(session, "loglikelihood"):
                 return super().loglikelihood(requests)
 
-        def loglikelihood_rolling(self, requests: Any) -> Any:
+        def loglikelihood_rolling(self, requests: object) -> object:
             with _counting_calls(session, "loglikelihood_rolling"):
                 return super().loglikelihood_rolling(requests)
 
-        def generate_until(self, requests: Any) -> Any:
+        def generate_until(self, requests: object) -> object:
             with _counting_calls(session, "generate_until"):
                 return super().generate_until(requests)
 
@@ -111,18 +114,18 @@ def _counting_calls(session: Session, kind: str) -> Iterator[None]:
             )
 
 
-def _calls(report: Any) -> tuple[int, int, Counter[str]]:
+def _calls(report: Report) -> tuple[int, int, Counter[str]]:
     """Return the number of sparse prefill calls, the number of sparse decode calls, and the dense calls by reason."""
     return report.prefill.calls if report.prefill else 0, report.sparse_calls, Counter(report.dense_calls)
 
 
-def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., Any]:
+def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., object]:
     """Wrap lm-eval's ``simple_evaluate`` to add the methods and the attention calls to the results of each task.
 
     The name of the results file does not change.
     """
 
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
+    def evaluate(*args: object, **kwargs: object) -> object:
         found = simple_evaluate(*args, **kwargs)
         if found is None or not session.reports:
             return found

@@ -8,12 +8,16 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from ..checks import ConfigError, SparseAttentionError, reason_of
 from ..model_info import leaves, new_caches, text_model
+
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 @contextlib.contextmanager
@@ -33,7 +37,9 @@ def loading(model: object) -> Iterator[None]:
         ) from None
 
 
-def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool = False) -> tuple[Any, Any, Any]:
+def load_text_model(
+    name: str | Path, *, lazy: bool = False, only_mlx_lm: bool = False
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, object]]:
     """Load a model with mlx-lm. If mlx-lm does not support the model family, use mlx-vlm if it is installed.
 
     Args:
@@ -56,7 +62,7 @@ def load_text_model(name: str | Path, *, lazy: bool = False, only_mlx_lm: bool =
         except ValueError:
             if only_mlx_lm or find_spec("mlx_vlm") is None:
                 raise
-        utils: Any = import_module("mlx_vlm.utils")
+        utils = import_module("mlx_vlm.utils")
         folder = utils.get_model_path(str(name))
         model = text_model(utils.load_model(folder, lazy=lazy))
         return model, tokenizer_utils.load(folder), utils.load_config(folder)
@@ -87,7 +93,7 @@ GROUP_SIZES = (32, 64, 128)  # group sizes of MLX
 
 
 @contextlib.contextmanager
-def quantizing(caches: list[Any], *, group_size_option: bool = True) -> Iterator[None]:
+def quantizing(caches: list[object], *, group_size_option: bool = True) -> Iterator[None]:
     """Convert errors that are raised while the ``with`` block quantizes ``caches`` to one-line errors.
 
     Args:
@@ -100,14 +106,14 @@ def quantizing(caches: list[Any], *, group_size_option: bool = True) -> Iterator
         yield
     except (NotImplementedError, ValueError) as error:
         reason = reason_of(error).rstrip(".")
-        keys = [cache.keys for cache in caches if isinstance(getattr(cache, "keys", None), mx.array)]
+        keys = [rows for cache in caches if isinstance(rows := getattr(cache, "keys", None), mx.array)]
         fits = [size for size in GROUP_SIZES if all(rows.shape[-1] % size == 0 for rows in keys)]
         divides = isinstance(error, ValueError) and group_size_option and fits
         advice = f"Set --kv-group-size {fits[0]}, or drop --kv-bits." if divides else "Drop --kv-bits."
         raise ConfigError(f"--kv-bits: expected caches that mlx-lm can quantize, got: {reason}. {advice}") from None
 
 
-def refuse_unquantizable(model: Any, bits: int) -> None:
+def refuse_unquantizable(model: nn.Module, bits: int) -> None:
     """Raise `ConfigError` if mlx-lm cannot quantize the caches of ``model`` with its default group size."""
     caches = new_caches(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)  # not evaluated

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from ..api.call_report import Report
 from ..calibrate import Calibration
@@ -41,7 +41,7 @@ class NothingServed(ConfigError):
 
 
 def enable(
-    model: Any,
+    model: nn.Module,
     attn: Attn = "sparq",
     *,
     backend: str = "auto",
@@ -130,7 +130,7 @@ def enable(
     return plan.report
 
 
-def disable(model: Any) -> None:
+def disable(model: nn.Module) -> None:
     """Restore the dense attention of an enabled model. Do nothing if the model is not enabled."""
     model = text_model(model)
     state = getattr(model, "_mlx_sparse", None)
@@ -151,7 +151,7 @@ def _release(places: list[seam.Place], unwrap: Callable[[], None] | None) -> Non
 
 
 @contextlib.contextmanager
-def sparse(model: Any, attn: Attn = "sparq", *, backend: str = "auto", recall: bool = False) -> Iterator[Report]:
+def sparse(model: nn.Module, attn: Attn = "sparq", *, backend: str = "auto", recall: bool = False) -> Iterator[Report]:
     """Enable sparse attention for ``model`` inside a ``with`` block. See `enable` for the arguments."""
     report = enable(model, attn, backend=backend, recall=recall)
     try:
@@ -162,7 +162,7 @@ def sparse(model: Any, attn: Attn = "sparq", *, backend: str = "auto", recall: b
 
 @contextlib.contextmanager
 def lossless(
-    model: Any, attn: Attn = "sparq", *, backend: str = "auto", draft_tokens: int | None = None
+    model: nn.Module, attn: Attn = "sparq", *, backend: str = "auto", draft_tokens: int | None = None
 ) -> Iterator[Report]:
     """Generate the same tokens as dense attention, but faster, inside a ``with`` block.
 
@@ -176,13 +176,13 @@ def lossless(
         disable(model)
 
 
-def report(model: Any) -> Report | None:
+def report(model: nn.Module) -> Report | None:
     """Return the report of an enabled model, or None if the model is not enabled."""
     plan = plan_of(model)
     return plan.report if plan else None
 
 
-def plan_of(model: Any) -> Plan | None:
+def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan of an enabled model, or None if the model is not enabled."""
     state = getattr(text_model(model), "_mlx_sparse", None)
     return state[0] if state else None
@@ -216,7 +216,7 @@ def select_methods(configs: tuple[Method, ...]) -> tuple[Prefill | None, Method 
     return next(iter(prefill), None), next(iter(decode), None)
 
 
-def has_qk_norm(model: Any) -> bool:
+def has_qk_norm(model: nn.Module) -> bool:
     """Return True if any layer of the model normalizes its queries or keys."""
     modules = model.named_modules()
     switched_on = any(getattr(module, "use_qk_norm", False) is True for _, module in modules)
@@ -227,7 +227,7 @@ def has_qk_norm(model: Any) -> bool:
     )
 
 
-def _sparse_class(cls: Any) -> type:
+def _sparse_class(cls: type[nn.Module]) -> type:
     """Return a subclass of the model class ``cls`` that runs its attention according to the plan of the model."""
     # Copies of the model are not enabled, so that `disable` affects only one model.
     reduce = seam.reduce_as(cls, "_mlx_sparse")
@@ -235,7 +235,7 @@ def _sparse_class(cls: Any) -> type:
     return type(cls.__name__, (cls,), own)
 
 
-def _probe(model: Any, plan: Plan) -> None:
+def _probe(model: nn.Module, plan: Plan) -> None:
     """Find the layers that can use sparse attention. Run the model on one token, but evaluate no arrays.
 
     Raises:
@@ -268,7 +268,7 @@ def _probe(model: Any, plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def _unchanged(model: Any) -> Iterator[None]:
+def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules after the ``with`` block, because models of mlx-vlm store positions."""
     modules = [(module, dict(module), dict(vars(module))) for module in model.modules()]
     try:

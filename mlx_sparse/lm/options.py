@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from ..checks import shortened
 from ..core.base import Dense, Method
@@ -25,7 +25,7 @@ class _Once(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
+        values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
         if getattr(namespace, self.dest) is not None:
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the sparse attention options to the parser of a command. Errors in them are one line, without the usage."""
     original = parser.error
 
-    def error(message: str) -> Any:
+    def error(message: str) -> NoReturn:
         if message.startswith(OURS):
             fail(parser, f"{message.removeprefix('argument ')}.")
         original(message)
@@ -107,12 +107,12 @@ def requested(args: argparse.Namespace) -> tuple[tuple[Method, ...], bool]:
     return parse(args.attn, base) if args.attn is not None else tuple(base.values()) or (Dense(),), calibrates
 
 
-def fail(parser: argparse.ArgumentParser, message: str) -> Any:
+def fail(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Print a one-line error instead of argparse's usage text, and end the program with exit code 2."""
     end(parser.prog, message)
 
 
-def end(program: str, message: str) -> Any:
+def end(program: str, message: str) -> NoReturn:
     """Print a one-line error and end the program with exit code 2."""
     print_error(program, message)
     raise SystemExit(2)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..api.call_report import Counts, Report
-from ..cache.kv_cache import is_padding_mask
+from ..cache.kv_cache import Mask, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..cache.sparse_cache import Step as BoundStep
 from ..calibrate import Calibration, Layer, describe
@@ -127,7 +127,7 @@ class Plan:
         return registry.resolve(self.backend, config.name, D=queries.shape[3], G=_group(queries, keys), bits=bits)
 
     def sizes(
-        self, config: Method, queries: mx.array, keys: Rows, cache: Any, backend: str, hooks: CallHooks | None
+        self, config: Method, queries: mx.array, keys: Rows, cache: SparseCache, backend: str, hooks: CallHooks | None
     ) -> Layer:
         """Return the layer's shape, backend and cache type, which determine its crossover length."""
         prompts = isinstance(config, Prefill)
@@ -138,12 +138,14 @@ class Plan:
         step = Step(keys.shape[1], _group(queries, keys), keys.shape[3], keys.itemsize, gpu, **more)
         return Layer(backend, step, keys.dtype, self.calibration.chunk if prompts else 1)
 
-    def facts(self, queries: mx.array, keys: Rows, caches: Sequence[Any], mask: Any, sinks: mx.array | None) -> Facts:
+    def facts(
+        self, queries: mx.array, keys: Rows, caches: Sequence[object], mask: Mask, sinks: mx.array | None
+    ) -> Facts:
         """Return the facts about a decode step that are known without its crossover length."""
         other_mask = mask is not None and not is_padding_mask(mask, caches)
         return Facts(_group(queries, keys), sinks is not None, other_mask, prompts_only=not self.decodes)
 
-    def chunk_reason(self, L: int, S: int, caches: Sequence[Any], mask: Any) -> str | None:
+    def chunk_reason(self, L: int, S: int, caches: Sequence[object], mask: Mask) -> str | None:
         """Return the reason why a prefill chunk with ``L`` queries and ``S`` keys stays dense, or None."""
         masked = None
         if self.prefill is not None and (mask is None or not is_padding_mask(mask, caches)):
@@ -155,7 +157,7 @@ class Plan:
         queries: mx.array,
         keys: Rows,
         cache: SparseCache,
-        caches: Sequence[Any],
+        caches: Sequence[object],
         hooks: CallHooks | None,
         facts: Facts,
         index: int = -1,
@@ -253,7 +255,7 @@ class Probe:
     """
 
     plan: Plan
-    seen: list[tuple[Any, str | Callable[[], str | None]]] = field(default_factory=list)
+    seen: list[tuple[object, str | Callable[[], str | None]]] = field(default_factory=list)
     grouped: bool = False
     backends: set[str] = field(default_factory=set)
     layers: Counter[tuple[Method, Layer]] = field(default_factory=Counter)
@@ -292,7 +294,7 @@ class Probe:
         return None if serving else refusal or reasons.SINKS
 
 
-def layer_reason(queries: mx.array, keys: Any, values: Any, cache: Any) -> str | None:
+def layer_reason(queries: mx.array, keys: Any, values: Any, cache: object) -> str | None:
     """Return the reason why a layer with ``cache`` can never use sparse attention, or None."""
     if cache is None:
         return reasons.NO_CACHE

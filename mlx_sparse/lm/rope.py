@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from ..core import reasons
 from ..model_info import leaves, new_caches
@@ -33,13 +34,13 @@ RECORDED = 4
 class Call:
     """Input, output and position offset of a recorded call of a RoPE module."""
 
-    rope: Any
+    rope: nn.Module
     before: mx.array
     after: mx.array
-    offset: Any
+    offset: int | mx.array
 
 
-def ropes(model: Any) -> list[Any]:
+def ropes(model: nn.Module) -> list[nn.Module]:
     """Return the distinct RoPE modules of ``model``. A RoPE module is recognized by its class name."""
     found = {id(module): module for _, module in model.named_modules() if _is_rope(type(module))}
     return list(found.values())
@@ -57,7 +58,7 @@ class Recorder:
     arrays stay in memory.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._ropes = ropes(model)
         self._own = threading.local()
 
@@ -109,7 +110,7 @@ class Recorder:
 def _recording(cls: type) -> type:
     """Return a subclass of the RoPE class ``cls`` that records its calls."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> object:
         after = cls.__call__(self, *args, **kwargs)
         if args and isinstance(args[0], mx.array) and isinstance(after, mx.array):
             offset = args[1] if len(args) > 1 else kwargs.get("offset", 0)
@@ -121,14 +122,14 @@ def _recording(cls: type) -> type:
     return type(cls.__name__, (cls,), own)
 
 
-def rotate(rope: Any, rows: mx.array, offset: int | mx.array) -> mx.array:
+def rotate(rope: nn.Module, rows: mx.array, offset: int | mx.array) -> mx.array:
     """Apply ``rope`` to ``rows (B, H, n, D)``, starting at position ``offset``. Do not record the call."""
     cls = type(rope).__mro__[1] if hasattr(rope, RECORDERS) else type(rope)
     rotated: mx.array = cls.__call__(rope, rows, offset=offset)
     return rotated
 
 
-def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
+def inverse(rope: nn.Module, rotated: mx.array, offset: int | mx.array) -> mx.array:
     """Return the inverse RoPE of ``rotated (B, H, n, D)``.
 
     RoPE is a linear map R that scales each component and rotates pairs of equal scale, so ``R^-1 = g^-2 R^T``. The
@@ -144,7 +145,7 @@ def inverse(rope: Any, rotated: mx.array, offset: int | mx.array) -> mx.array:
     return (transposed / (gain * gain)).astype(rotated.dtype)
 
 
-def irreversible(rope: Any, D: int) -> str | None:
+def irreversible(rope: nn.Module, D: int) -> str | None:
     """Return the reason why `inverse` is wrong for ``rope`` and head dim ``D``, or None if `inverse` is correct."""
     rows = mx.cos(mx.arange(66 * D, dtype=mx.float32)).reshape(1, 1, 66, D)
     far = 1 << 22  # longer than every model's context, and exact in float32
@@ -157,8 +158,7 @@ def irreversible(rope: Any, D: int) -> str | None:
 def _close(a: mx.array, b: mx.array, tolerance: float) -> bool:
     """Return True if no element differs by more than ``tolerance`` times the largest absolute value of ``b``."""
     a, b = a.astype(mx.float32), b.astype(mx.float32)
-    near: Any = (mx.abs(a - b).max() <= tolerance * mx.abs(b).max()).item()
-    return bool(near)
+    return bool(mx.abs(a - b).max() <= tolerance * mx.abs(b).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ class Source:
         irreversible: reason why `inverse_rope` is not possible; None if `inverse_rope` is possible.
     """
 
-    rope: Any = None
+    rope: nn.Module | None = None
     irreversible: str | None = None
 
     def pre_rope(self, recorder: Recorder, rows: mx.array, offset: int | mx.array) -> mx.array | None:
@@ -212,7 +212,7 @@ def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int,
     return Source(rope, reason)
 
 
-def _is_position(offset: Any, position: int) -> bool:
+def _is_position(offset: int | mx.array, position: int) -> bool:
     return bool(mx.all(mx.array(offset) == position).item())
 
 
@@ -251,14 +251,14 @@ class Seen:
 class _Observer:
     """Listener that reports each attention call to ``visit`` and lets mlx-lm run the attention."""
 
-    def __init__(self, caches: list[Any], visit: Callable[[Seen], None], rotations: list[int]) -> None:
+    def __init__(self, caches: list[object], visit: Callable[[Seen], None], rotations: list[int]) -> None:
         self.caches = caches
         self.visit = visit
         self.rotations = rotations
         self.written: dict[int, tuple[mx.array, int]] = {}
 
     def attend(
-        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+        self, queries: mx.array, keys: object, values: object, cache: object, scale: float, mask: object, sinks: object
     ) -> None:
         layer = next((index for index, leaf in enumerate(self.caches) if leaf is cache), -1)
         rows, position = self.written.pop(id(cache), (None, 0))
@@ -269,10 +269,10 @@ class _Observer:
     def recording_writes(self) -> Iterator[None]:
         """Store in ``written`` the rows that the model writes to each cache inside the ``with`` block."""
 
-        def recording(cache: Any) -> Callable[..., Any]:
+        def recording(cache: Any) -> Callable[..., object]:
             write = type(cache).update_and_fetch
 
-            def update_and_fetch(keys: Any, values: Any) -> Any:
+            def update_and_fetch(keys: mx.array, values: mx.array) -> object:
                 self.written[id(cache)] = (keys, cache.offset)
                 return write(cache, keys, values)
 
@@ -288,7 +288,9 @@ class _Observer:
                 del cache.update_and_fetch
 
 
-def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], None], recorder: Recorder) -> mx.array:
+def observe(
+    model: nn.Module, tokens: mx.array, caches: list[object], visit: Callable[[Seen], None], recorder: Recorder
+) -> mx.array:
     """Run ``model`` on ``tokens``, call ``visit`` before each attention call, and return the logits.
 
     Args:
@@ -318,7 +320,7 @@ def observe(model: Any, tokens: mx.array, caches: Any, visit: Callable[[Seen], N
     return logits
 
 
-def find_sources(model: Any, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
+def find_sources(model: nn.Module, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
     """Return a dict from the index of a layer's cache to the layer's `Source`, or to the reason why there is none.
 
     The model runs on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer only
@@ -357,7 +359,7 @@ def _counting_rotations() -> Iterator[list[int]]:
     with _counting:
         original, count, thread = mx.fast.rope, [0], threading.get_ident()
 
-        def rope(*args: Any, **kwargs: Any) -> Any:
+        def rope(*args: Any, **kwargs: Any) -> mx.array:
             count[0] += threading.get_ident() == thread
             return original(*args, **kwargs)
 

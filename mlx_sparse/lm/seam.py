@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from ..cache import kv_cache
 from ..checks import BackendUnavailable
@@ -24,7 +25,7 @@ PARAMETERS = ["queries", "keys", "values", "cache", "scale", "mask", "sinks"]
 def _storing_ends(prepare: Any) -> Callable[..., None]:
     """Wrap `BatchKVCache.prepare` so that it stores the end row of each prompt in ``cache.prompt_ends``."""
 
-    def prepare_and_store_ends(cache: Any, *, lengths: list[int] | None = None, **padding: Any) -> None:
+    def prepare_and_store_ends(cache: Any, *, lengths: list[int] | None = None, **padding: object) -> None:
         prepare(cache, lengths=lengths, **padding)
         cache.prompt_ends = None if lengths is None else [cache.size() + length for length in lengths]
 
@@ -48,12 +49,12 @@ class Library:
         self.caches: Any = import_module(f"{package}.models.cache")
         self.original: Callable[..., mx.array] = getattr(import_module(f"{package}.models.base"), NAME)
         self.attention = dispatching(self.original)
-        self.bound: dict[Place, tuple[dict[str, Any], int]] = {}
+        self.bound: dict[Place, tuple[dict[str, object], int]] = {}
         self.prepare: Any = getattr(self.caches.BatchKVCache, "prepare", None)
         self.prepare_and_store_ends = _storing_ends(self.prepare)
         self.merge = inspect.getattr_static(self.caches.KVCache, "merge", None)
 
-    def bind(self, scopes: dict[int, dict[str, Any]]) -> list[Place]:
+    def bind(self, scopes: dict[int, dict[str, object]]) -> list[Place]:
         """Replace the attention function in the global variables ``scopes``, and return the replaced names."""
         ours = (self.original, self.attention)
         places = [
@@ -89,7 +90,7 @@ LIBRARIES = {"mlx_lm": Library("mlx_lm")}
 original, scaled_dot_product_attention = LIBRARIES["mlx_lm"].original, LIBRARIES["mlx_lm"].attention
 
 
-def library_of(model: Any) -> Library:
+def library_of(model: nn.Module) -> Library:
     """Return the library that has loaded ``model``. mlx-vlm is imported only for a model of mlx-vlm."""
     package = package_of(model)
     if package not in LIBRARIES:
@@ -98,7 +99,7 @@ def library_of(model: Any) -> Library:
     return LIBRARIES[package]
 
 
-def bind(model: Any) -> list[Place]:
+def bind(model: nn.Module) -> list[Place]:
     """Replace the attention function in the files of ``model``, and return the replaced names.
 
     Each model file has its own reference to the library's function, so every file must be changed. The function also
@@ -121,7 +122,7 @@ def unbind(places: list[Place]) -> None:
 def changed_interfaces(package: str = "mlx_lm") -> list[str]:
     """Return a list of text lines, one for each interface of ``package`` that differs from the supported versions."""
     problems = []
-    found: Any = getattr(import_module(f"{package}.models.base"), NAME, None)
+    found = getattr(import_module(f"{package}.models.base"), NAME, None)
     if package in LIBRARIES:
         found = LIBRARIES[package].original
     if not callable(found) or list(inspect.signature(found).parameters) != PARAMETERS:
@@ -137,12 +138,12 @@ def changed_interfaces(package: str = "mlx_lm") -> list[str]:
         cls = getattr(caches, name, None)
         problems += [f"{name}.{member} is missing" for member in members.split() if not hasattr(cls, member)]
     if not problems:
-        cache: Any = caches.KVCache()
+        cache = caches.KVCache()
         rows = mx.zeros((1, 1, 1, 1))
         cache.update_and_fetch(rows, rows)
         if [getattr(entry, "ndim", None) for entry in cache.state[:2]] != [4, 4] or cache.offset != 1:
             problems.append("KVCache no longer stores keys, values and an offset")
-        packed: Any = caches.QuantizedKVCache(group_size=32, bits=8)
+        packed = caches.QuantizedKVCache(group_size=32, bits=8)
         packed.update_and_fetch(*(mx.zeros((1, 1, 1, 32)) for _ in range(2)))
         if [part.shape[3] for part in packed.keys] != [8, 1, 1] or (packed.bits, packed.offset) != (8, 1):
             problems.append("QuantizedKVCache no longer stores codes, scales and biases")
@@ -160,10 +161,10 @@ def require(package: str = "mlx_lm") -> None:
         )
 
 
-def reduce_as(cls: type, attribute: str) -> Any:
+def reduce_as(cls: type, attribute: str) -> Callable[..., tuple[object, ...]]:
     """Return a ``__reduce_ex__`` that copies and pickles objects as instances of ``cls``, but omits ``attribute``."""
 
-    def reduce(self: Any, protocol: Any) -> Any:
+    def reduce(self: Any, protocol: int) -> tuple[object, ...]:
         reduced: Any = cls.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
         make, (_, *args), state, *items = reduced
         return make, (cls, *args), {key: value for key, value in state.items() if key != attribute}, *items

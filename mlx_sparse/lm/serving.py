@@ -19,6 +19,8 @@ from ..api.call_report import Counts, listing
 from ..calibrate import WRITING
 
 if TYPE_CHECKING:
+    from mlx_lm.server import GenerationContext, ResponseGenerator
+
     from .command import Session
 
 SECONDS_TO_STOP = 0.5  # time that a request and a calibration get to end after Ctrl-C
@@ -66,12 +68,12 @@ class Requests:
         with self._lock:
             self._open.remove(request)
 
-    def answer(self, request: Request, context: Any, responses: Iterator[Any]) -> Iterator[Any]:
+    def answer(self, request: Request, context: GenerationContext, responses: Iterator[object]) -> Iterator[object]:
         """Yield the ``responses``, one per token. Log the request at the end, or when the client disconnects."""
 
-        def logged() -> Iterator[Any]:
+        def logged() -> Iterator[object]:
             try:
-                yield  # start the generator now, so that `finally` runs even if no token is read
+                yield None  # start the generator now, so that `finally` runs even if no token is read
                 for response in responses:
                     request.tokens += 1
                     yield response
@@ -114,7 +116,7 @@ def changed_interface() -> str | None:
     return None if {"prompt", "prompt_cache_count"} <= set(named) else "GenerationContext"
 
 
-def stop(generator: Any, session: Session) -> None:
+def stop(generator: ResponseGenerator, session: Session) -> None:
     """Stop the server. If its thread is busy with a request or a calibration, print the report and end the process."""
     generator._stop = True
     generator._generation_thread.join(SECONDS_TO_STOP)
@@ -137,7 +139,7 @@ def request_logging(session: Session) -> Iterator[None]:
     requests = Requests(session.calls, session.log)
     generate = server.ResponseGenerator.generate
 
-    def ours(generator: Any, *args: Any, **kwargs: Any) -> Any:
+    def ours(generator: ResponseGenerator, *args: Any, **kwargs: Any) -> tuple[GenerationContext, Iterator[object]]:
         request = requests.begin()
         try:
             context, responses = generate(generator, *args, **kwargs)

@@ -108,7 +108,7 @@ class PrefillStatistics:
         low = next(place for place, count in zip(bins, below, strict=True) if count >= enough)
         return {"mean": mean, "low": low / BINS, "min": min(layer.least for layer in measured)}
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the statistics as plain data for JSON."""
         layers = []
         for index, layer in sorted(self.layers.items()):
@@ -192,7 +192,7 @@ class BucketStatistics:
         visited = self.attended - (self.valid - self.listed)
         return visited / self.listed if self.listed else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the statistics as plain data for JSON."""
         return {"attended": self.attended, "keys": self.valid, "selectivity": self.selectivity}
 
@@ -204,8 +204,8 @@ class BucketStatistics:
         """
         found = cls()
         for (valid, listed, key_bytes), counts in entries:
-            lengths: Any = counts.tolist()
-            found += cls(valid, listed, sum(lengths), sum(lengths) * key_bytes)
+            attended = int(np.array(counts).sum())
+            found += cls(valid, listed, attended, attended * key_bytes)
         return found
 
 
@@ -317,7 +317,7 @@ class DraftStatistics:
         """Number of generated tokens."""
         return self.alone + self.checks + sum(self.accepted)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the statistics as plain data for JSON."""
         return {**vars(self), "tokens": self.tokens}
 

@@ -6,16 +6,19 @@ import contextlib
 import os
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..checks import ConfigError, echoed, reason_of, shortened
 from ..model_info import is_drafter
+
+if TYPE_CHECKING:
+    from mlx import nn
 
 VARIABLE = "MLX_SPARSE_ATTN"  # also in `_boot`, which imports this module
 _lock = threading.Lock()
 
 
-def enable_loaded(model: Any, *, sharded: bool = False) -> None:
+def enable_loaded(model: nn.Module, *, sharded: bool = False) -> None:
     """Enable the methods in ``MLX_SPARSE_ATTN`` on a model that was just loaded, and print a line to standard error.
 
     If an error occurs, the line contains the error, and the model runs with dense attention. A model that is
@@ -36,7 +39,7 @@ def enable_loaded(model: Any, *, sharded: bool = False) -> None:
         sys.stderr.flush()
 
 
-def _enable(model: Any, attn: str, sharded: bool) -> str | None:
+def _enable(model: nn.Module, attn: str, sharded: bool) -> str | None:
     """Enable ``attn`` on ``model`` and return a description; None if ``model`` is enabled already."""
     if sharded:
         raise ConfigError("the model is sharded after its load. Use a command with --attn.")

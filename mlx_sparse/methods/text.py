@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ..checks import ConfigError, did_you_mean
 from ..core.base import Dense, Method, read_value
@@ -140,7 +139,7 @@ def _class(name: str) -> type[Method]:
     return METHODS[name]
 
 
-def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method:
+def _build(name: str, options: Mapping[str, object], base: Method | None) -> Method:
     """Build a method. ``options`` override the preset, which overrides ``base``, which overrides the defaults."""
     cls = _class(name)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -161,7 +160,7 @@ def _build(name: str, options: Mapping[str, Any], base: Method | None) -> Method
     return cls(**{**inherited, **cls.presets.get(preset or "", {}), **settings})
 
 
-def _split_pair(method: str, pair: str) -> tuple[str, Any]:
+def _split_pair(method: str, pair: str) -> tuple[str, object]:
     key, equals, value = (piece.strip() for piece in pair.partition("="))
     if not equals or not key or not value:
         raise ConfigError(f"{method}: expected key=value, got {pair.strip()!r}.")

@@ -62,7 +62,6 @@ class Attempt:
     Attributes:
         share: number of K and V elements that a decode step of the variant moves, divided by the number that dense
             attention moves. The method's formula gives this share. None if there is no formula.
-        rows: one row of results for each task.
     """
 
     variant: Variant
@@ -71,7 +70,6 @@ class Attempt:
 
     @property
     def sparse(self) -> bool:
-        """True if at least one attention call was sparse."""
         return any(row.sparse_calls for row in self.rows)
 
     @property
@@ -92,13 +90,7 @@ def passes(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Quality:
-    """Measured quality of dense attention and of all attempts.
-
-    Attributes:
-        dense: results of dense attention, one row for each task.
-        oracle: attempts with `ORACLE`, the best selection of keys.
-        left_out: one message for each method and budget that could not run.
-    """
+    """Measured quality of dense attention and of all attempts."""
 
     dense: list[Row]
     oracle: list[Attempt]
@@ -107,7 +99,6 @@ class Quality:
 
     @property
     def oracle_fails(self) -> bool:
-        """True if all attempts with `ORACLE` fail. `ORACLE` is the best selection of keys."""
         return not any(attempt.passes for attempt in self.oracle)
 
     @property
@@ -135,17 +126,7 @@ def measure(
     all other methods are skipped.
 
     Args:
-        model, tokenizer: the model and its tokenizer.
-        tokens: tokens of the text.
-        methods: decode methods as text.
         budgets: for each budget, the largest share of dense attention's elements that a method may move.
-        context: number of tokens in each prompt.
-        limit: number of examples per task.
-        seed: random seed for the examples.
-        D: head dim of the layers.
-
-    Raises:
-        ConfigError: the text is too short, or `ORACLE` cannot meet any of the budgets.
     """
     wanted = [ORACLE, *(method for method in methods if method != ORACLE)]
     variants, left_out = variants_of(wanted, sorted(budgets, reverse=True), context, D)
@@ -181,7 +162,6 @@ class Candidate:
         layers: number of attention layers in the model.
         dense: dict from a reason to the number of layers that always stay dense for that reason.
         keys: largest crossover length of the served layers, in keys.
-        how: source of the crossover length ``keys``.
     """
 
     method: str
@@ -197,12 +177,8 @@ class Page:
     """The output of ``mlx-sparse advise``.
 
     Attributes:
-        machine: chip and MLX device.
         made_for: maximum context length in the model's config, or None.
-        traffic: sizes in bytes of the weights and caches that a decode step reads.
-        refused: one sentence for each method that cannot run, with the reason.
         text: description of the examples on which quality was measured.
-        quality: the measured quality; None if quality was not measured.
     """
 
     model: str

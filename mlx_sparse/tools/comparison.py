@@ -92,10 +92,7 @@ class Comparison:
     """Results of decoding the same prompt with dense and with sparse attention.
 
     Attributes:
-        attn: the sparse method as text.
-        crossovers: one description for each crossover length of the layers.
         crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
-        context: number of tokens in the prompt.
         limit: what limited ``context``: the "time" of the prefill, the "text", the context length of the "model", or ""
             if the prompt has the intended length.
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
@@ -115,7 +112,6 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Ratio of sparse to dense decode speed."""
         return self.sparse.tokens_per_second / self.dense.tokens_per_second
 
     @property
@@ -126,7 +122,6 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """True if the dense and the sparse answer have the same tokens."""
         return self.dense.tokens == self.sparse.tokens
 
     def bytes_per_token(self, kind: str) -> float | None:
@@ -138,7 +133,6 @@ class Comparison:
         return self.report[f"{kind}_bytes"] / calls * self.report["served_layers"] if calls else None
 
     def as_dict(self) -> dict[str, object]:
-        """Return the comparison as a dict for JSON."""
         return (
             asdict(self)
             | {name: getattr(self, name) for name in ("speedup", "same_tokens", "identical")}
@@ -167,17 +161,6 @@ def compare(
 
     Args:
         model, tokenizer: a loaded model and its tokenizer. `enable` was not called on the model.
-        prompt: the document and the question.
-        config: a decode method.
-        context: number of tokens in the prompt; None for the default.
-        margin: ratio of the default context to the crossover length.
-        seconds: time limit of the prefill in seconds.
-        max_tokens: maximum number of tokens in an answer.
-        calibration: source of the crossover lengths.
-        console: terminal for the progress bars.
-
-    Raises:
-        ConfigError: no layer can be sparse, or the context is too short.
     """
     attn = str(config)
     with stage(console, f"finding the crossover length of {attn}"):
@@ -251,13 +234,8 @@ def prefill(
     """Prefill ``tokens`` in chunks. Stop before a chunk that would exceed ``seconds``, but always run the first chunk.
 
     Args:
-        model: an mlx-lm model.
-        cache: prompt cache, which is extended in place.
-        tokens: tokens to prefill.
         seconds: time limit in seconds. The limit includes the estimated time of the ``later`` tokens.
-        update: callback for progress.
         later: number of tokens that the caller prefills afterwards.
-        chunk: number of tokens in a chunk.
 
     Returns:
         The number of tokens that were added to the cache.

@@ -42,7 +42,6 @@ class LayerCache:
     readers: int = 1
 
     def nbytes(self, S: int) -> int:
-        """Return the size of the cache in bytes at ``S`` tokens."""
         return self.fixed + self.per_token * (S if self.window is None else min(S, self.window))
 
     def __str__(self) -> str:
@@ -58,7 +57,6 @@ class Served:
     layers: int
 
     def dense_bytes(self, S: int) -> int:
-        """Return the bytes that dense attention moves in a decode step of all ``layers`` together at ``S`` keys."""
         step = self.layer.step
         return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
 
@@ -76,11 +74,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Memory that a decode step reads for one sequence: weights and caches.
-
-    Attributes:
-        weights: bytes of the weights that a decode step reads.
-    """
+    """Memory that a decode step reads for one sequence: weights and caches."""
 
     weights: int
     caches: tuple[LayerCache, ...]
@@ -90,7 +84,6 @@ class Traffic:
         return sum(cache.readers * cache.nbytes(S) for cache in self.caches)
 
     def nbytes(self, S: int) -> int:
-        """Return the total size of the caches in bytes at ``S`` tokens."""
         return sum(cache.nbytes(S) for cache in self.caches)
 
     def share(self, S: int) -> float:
@@ -115,13 +108,13 @@ class _Readers:
     The key array then identifies the cache.
     """
 
-    def __init__(self, caches: list[Any]) -> None:
+    def __init__(self, caches: list[object]) -> None:
         self.indices = {id(cache): index for index, cache in enumerate(caches)}
         self.keys: dict[int, tuple[object, int]] = {}  # keeps the keys alive, so that their ids stay unique
         self.calls: Counter[int] = Counter()
 
     def attend(
-        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None
+        self, queries: mx.array, keys: object, values: object, cache: object, scale: float, mask: object, sinks: object
     ) -> None:
         index = self.indices.get(id(cache), self.keys.get(id(keys), (None, -1))[1])
         self.keys.setdefault(id(keys), (keys, index))

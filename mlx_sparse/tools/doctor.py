@@ -26,7 +26,6 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *
 
     Args:
         model: a model that mlx-lm or mlx-vlm can load. If set, add a report of how ``--attn`` affects the model.
-        attn, backend: values of ``--attn`` and ``--attn-backend``.
         variable: value of ``MLX_SPARSE_ATTN``.
     """
     problems: list[str] = []

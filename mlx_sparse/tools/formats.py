@@ -24,11 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Check the options -o and --out before anything runs.
-
-    Raises:
-        ConfigError: the output format is unknown, or the folder of ``--out`` does not exist or is not writable.
-    """
+    """Check the options -o and --out before anything runs."""
     if args.output not in FORMS:
         raise ConfigError(f"-o: expected one of {', '.join(FORMS)}, got {args.output!r}. --out names a file.")
     check_folder("--out", args.out)
@@ -45,11 +41,7 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 def check_own(option: str, path: Path | None, first_line: str) -> None:
-    """Check that ``path`` is a new TOML file or an earlier output of the command, which begins with ``first_line``.
-
-    Raises:
-        ConfigError: the folder does not exist, the name does not end in .toml, or the command did not write the file.
-    """
+    """Check that ``path`` is a new TOML file or an earlier output of the command, which begins with ``first_line``."""
     if path is None:
         return
     check_folder(option, path)
@@ -73,7 +65,6 @@ class Printer:
     """Printer of a command's results in the requested format. JSON lines are printed immediately.
 
     Args:
-        args: parsed options of the command. They include the options of `add_options`.
         facts: command, date and machine of the run. Markdown starts with the command. Each JSON line repeats all facts.
     """
 
@@ -84,11 +75,9 @@ class Printer:
 
     @property
     def at_once(self) -> bool:
-        """True if each result is printed immediately and not at the end."""
         return bool(self._form == "jsonl")
 
     def line(self, line: Mapping[str, object]) -> None:
-        """Add the result ``line``. If the output format is JSON lines, also print the result."""
         self.lines.append(line)
         if self.at_once:
             self._print(json.dumps({**line, "run": self._facts}, default=str))

@@ -24,20 +24,6 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def markdown() -> str:
-    """Return the README's table of methods and backends as Markdown. The table is the same on every machine.
-
-    Methods that have only two backends are omitted.
-    """
-    lines = [f"| method | {' | '.join(BACKENDS)} |", f"|---|{'---|' * len(BACKENDS)}"]
-    for name in METHODS:
-        if len(backends_of(name)) == 2:
-            continue
-        cells = ["yes" if backend in backends_of(name) else "no" for backend in BACKENDS]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def text() -> str:
     """Return the support matrix as text for a terminal, and the reasons why backends cannot run on this machine."""
     lines = [f"{'method':<19}{'stage':<20}" + "".join(f"{backend:<10}" for backend in BACKENDS)]

@@ -102,7 +102,6 @@ class Trial:
         right, scored: number of correctly predicted tokens and number of scored tokens.
         density: share of the causal block pairs that were attended to, averaged over layers and heads.
         sampled: share of the query rows that were sampled to select key blocks.
-        seconds: time of the prefill in seconds.
     """
 
     right: int
@@ -131,7 +130,6 @@ class Measured:
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy over all tasks."""
         return mean(self.tasks.values())
 
     @property
@@ -160,7 +158,6 @@ class Tuned:
 
     @property
     def lossless(self) -> bool:
-        """True if the accuracy-first setting is at least as accurate as dense attention."""
         return self.accuracy_first.accuracy >= self.dense.accuracy
 
 
@@ -179,11 +176,7 @@ class Search:
         return settings_grid(self.args.alpha_column, self.args.alpha_slash, self.args.chunks)
 
     def tune(self, up_to: int, lengths: tuple[int, ...], progress: tqdm) -> Tuned:
-        """Run every setting at ``lengths`` and select two settings.
-
-        Raises:
-            ConfigError: the accuracy of dense attention is below ``--min-accuracy``.
-        """
+        """Run every setting at ``lengths`` and select two settings."""
         dense = self._measure(None, lengths, progress)
         if dense.accuracy < self.args.min_accuracy:
             raise ConfigError(
@@ -234,8 +227,7 @@ def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Mea
     The accuracy-first setting has the least work of all settings that are as accurate as dense attention. If no
     setting is that accurate, the most accurate setting is selected. The speed-first setting has the least work of all
     settings that keep `SPEED_FIRST_SHARE` of dense attention's accuracy. If no setting keeps that share, both settings
-    are the same. Settings are ranked by work, because times are reproducible only on an idle machine. Of settings with
-    equal work, the setting with the smaller parameters is selected.
+    are the same. Settings are ranked by work, because times are reproducible only on an idle machine.
     """
 
     def cheapest(candidates: Sequence[Measured]) -> Measured:

@@ -50,19 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _export(args: argparse.Namespace) -> Exported:
     from .export import export
 
-    return export(
-        args.model,
-        args.out,
-        method=args.method,
-        attn_config=args.attn_config,
-        dense_below=args.dense_below,
-        max_length=args.max_length,
-        dtype=args.dtype,
-        compat=args.compat,
-        inline=args.inline,
-        native=args.native,
-        genai=not args.no_genai,
-    )
+    return export(**vars(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,7 +112,10 @@ def _parser() -> argparse.ArgumentParser:
         help="Allow operators that only the native kernels of this package run. Required for key_bits=4.",
     )
     parser.add_argument(
-        "--no-genai", action="store_true", help="Omit genai_config.json and unused states for onnxruntime-genai."
+        "--no-genai",
+        dest="genai",
+        action="store_false",
+        help="Omit genai_config.json and unused states for onnxruntime-genai.",
     )
     return parser
 

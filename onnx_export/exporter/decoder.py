@@ -87,10 +87,8 @@ class Decoder:
     """Builder that adds the nodes and weights of one model to a graph.
 
     Args:
-        model: the mlx-lm model.
         family: properties of the model that cannot be read from its modules.
         target: settings of the file.
-        graph: graph that receives the nodes and weights.
         written: callback that receives the name of each mlx-lm parameter when the parameter is written.
     """
 

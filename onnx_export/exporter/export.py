@@ -65,8 +65,6 @@ class Exported:
 
     Attributes:
         method: the method and its settings as text, with every "auto" resolved.
-        nbytes: size of model.onnx and its data in bytes.
-        agreement: differences between the logits of the exported file and MLX's logits.
         sparse_from: number of keys at and above which decode steps are sparse; None if all decode steps are dense.
     """
 
@@ -161,11 +159,6 @@ def export(
 
 
 def _with_dense_below(config: Method, given: int) -> Method:
-    """Return ``config`` with ``dense_below`` set to ``given``, the value of ``--dense-below``.
-
-    Raises:
-        ConfigError: the method has no setting dense_below, or ``--method`` sets it too.
-    """
     configured = getattr(config, "dense_below", None)
     if configured is None:
         raise ConfigError(f"--dense-below: expected no value for a --method that decodes densely, got {given}.")
@@ -177,12 +170,7 @@ def _with_dense_below(config: Method, given: int) -> Method:
 
 
 def _check_native(config: Method, *, native: bool, inline: bool) -> None:
-    """Check that the options and this machine allow int4 scoring keys, which only the native kernels support.
-
-    Raises:
-        ConfigError: the options do not allow native kernels.
-        BackendUnavailable: this machine has no native kernels to verify the file.
-    """
+    """Check that the options and this machine allow int4 scoring keys, which only the native kernels support."""
     key_bits = getattr(config, "key_bits", 16)
     if key_bits == 16:
         return
@@ -197,11 +185,7 @@ def _check_native(config: Method, *, native: bool, inline: bool) -> None:
 
 
 def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, Method]:
-    """Parse ``--method`` (``text``) and ``--attn-config``. Return the prefill method (or None) and the decode method.
-
-    Raises:
-        ConfigError: a method cannot be exported, or a parameter is unknown or invalid.
-    """
+    """Parse ``--method`` (``text``) and ``--attn-config`` into the prefill method (or None) and the decode method."""
     base = {**IN_FILES, **(load_toml(attn_config, IN_FILES) if attn_config is not None else {})}
     names = [part.partition(":")[0].strip() for part in text.split("+")]
     if set(names) not in [set(known.split("+")) for known in EXPORTED]:
@@ -213,11 +197,7 @@ def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None
 
 
 def load(model: str) -> tuple[nn.Module, Path, Mapping[str, object]]:
-    """Load a model with lazy weights. Return mlx-lm's model, its folder, and its config.json with all `end_tokens`.
-
-    Raises:
-        ConfigError: mlx-lm cannot load the model, or its architecture cannot be exported.
-    """
+    """Load a model with lazy weights. Return mlx-lm's model, its folder, and its config.json with all `end_tokens`."""
     try:
         source = utils._download(model)
         settings = utils.load_config(source)
@@ -257,11 +237,7 @@ def _check_tokens(settings: Mapping[str, object]) -> None:
 
 
 def length_of(settings: Mapping[str, object], requested: int | None) -> int:
-    """Return the maximum number of tokens. If ``requested`` is None, return the default for a model's ``settings``.
-
-    Raises:
-        ConfigError: ``requested`` exceeds ``max_position_embeddings``.
-    """
+    """Return the maximum number of tokens. If ``requested`` is None, return the default for a model's ``settings``."""
     limit = settings.get("max_position_embeddings")
     limit = limit if isinstance(limit, int) and limit > 0 else None
     if requested is None:
@@ -286,11 +262,7 @@ def weight_dtype(model: nn.Module) -> str:
 def _write(
     folder: Path, model: nn.Module, family: Family, target: Target, settings: Mapping[str, object], *, compat: bool
 ) -> onnx.ModelProto:
-    """Write the external data file of model.onnx to ``folder`` and return the model.
-
-    Raises:
-        ConfigError: the model has weights that its family does not use.
-    """
+    """Write the external data file of model.onnx to ``folder`` and return the model."""
     left = set(dict(tree_flatten(model.parameters())))
     with DataFile(folder) as data, tqdm(total=len(left), desc="weights", unit="tensor", disable=None) as bar:
 

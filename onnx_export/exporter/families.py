@@ -75,11 +75,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """Return the family of a model from its config.json.
-
-    Raises:
-        ConfigError: the family cannot be exported.
-    """
+    """Return the family of a model from its config.json."""
     named = config.get("model_type")
     family = FAMILIES.get(MODEL_REMAPPING.get(str(named), str(named)))
     if family is None or "model_file" in config:
@@ -109,11 +105,7 @@ class Rope:
 
 
 def rope_of(module: nn.Module) -> Rope | None:
-    """Return the parameters of an attention layer's ``rope`` module, or None if the layer has no RoPE.
-
-    Raises:
-        ConfigError: the position encoding cannot be exported.
-    """
+    """Return the parameters of an attention layer's ``rope`` module, or None if the layer has no RoPE."""
     kind = type(module).__name__
     if kind == "NoPE":
         return None
@@ -163,26 +155,13 @@ def head_dim(attention: nn.Module) -> int:
 
 
 def check_modules(model: nn.Module, *, dequantize: bool) -> None:
-    """Check the modules and the quantization of a model before anything is written.
-
-    Raises:
-        ConfigError: the exporter does not support a module or its quantization.
-    """
+    """Check the modules and the quantization of a model before anything is written."""
     for name, module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).items():
+        kind = type(module).__name__
         if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
             if module.mode != "affine":
                 raise ConfigError(f"{name}: expected affine quantized weights, got mode {module.mode}. {REMAKE}")
             if module.bits not in BITS and not dequantize:
                 raise ConfigError(f"{name}: expected a weight of 4 or 8 bits, got {module.bits}. {REMEDY}")
-        elif not (isinstance(module, (nn.Linear, nn.Embedding)) or _is_norm(module) or _is_rope(name)):
-            raise ConfigError(
-                f"--model: expected modules that the exporter supports, got {type(module).__name__} at {name}."
-            )
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__ == "RMSNorm"
-
-
-def _is_rope(name: str) -> bool:
-    return name.endswith(".rope")
+        elif not (isinstance(module, (nn.Linear, nn.Embedding)) or kind == "RMSNorm" or name.endswith(".rope")):
+            raise ConfigError(f"--model: expected modules that the exporter supports, got {kind} at {name}.")

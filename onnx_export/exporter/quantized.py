@@ -94,9 +94,6 @@ def blocks(
     """Convert an MLX weight that is quantized with 4 or 8 bits in "affine" mode.
 
     ``biases`` are the quantization biases, not the bias of the linear layer.
-
-    Raises:
-        ArtefactError: the weight is not finite. The message contains ``name``.
     """
     _check_finite(name, scales, biases, bits)
     step, bias = _float32(scales), _float32(biases)

@@ -35,7 +35,6 @@ class Weights:
     """Builder of the linear layers, embeddings and norms of one model.
 
     Args:
-        graph: graph that receives weights and nodes.
         dtype: type of unquantized matrices; vectors are stored in float32.
         dequantize: True to dequantize matrices before they are stored.
         written: callback that receives the name of each mlx-lm parameter when the parameter is written.
@@ -144,7 +143,6 @@ class Weights:
         return [made] if made.bits == 4 else list(made.halves()), offsets
 
     def _store(self, name: str, plane: int, inputs: dict[str, np.ndarray]) -> list[str]:
-        """Store the codes, scales and zero points of the 4-bit weight with index ``plane``, and return their names."""
         return [self._graph.weight(f"{name}.{part}.{plane}", array) for part, array in inputs.items()]
 
     def _sum_of_products(self, x: str, planes: list[tuple[Any, dict[str, Any]]], offsets: str | None) -> str:

@@ -23,12 +23,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write genai_config.json into the folder of an exported model.onnx.
 
     Args:
-        folder: the folder of model.onnx.
         config: content of the model's config.json, with all end-of-sequence tokens as ``eos_token_id``. Only
             ``eos_token_id``, ``bos_token_id``, ``pad_token_id`` and the network sizes are used.
-
-    Raises:
-        ArtefactError: model.onnx has no caches.
     """
     proto = onnx.load(folder / "model.onnx", load_external_data=False)
     graph, metadata = proto.graph, {entry.key: entry.value for entry in proto.metadata_props}

@@ -70,7 +70,6 @@ def _found() -> Path | None:
 
 @cache
 def _mismatch(path: Path) -> str | None:
-    """Return the reason why this package cannot use the library at ``path``, or None."""
     try:
         version = ctypes.CDLL(str(path)).mlx_sparse_ort_version
     except (OSError, AttributeError) as error:

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_sparse.checks import ArtefactError, ConfigError, Parser, check_int
 from mlx_sparse.methods import parse
 
-from .runner import Array, Pick, Runner, first_line
+from .runner import Array, Pick, Runner, first_line, most_likely
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -162,11 +162,7 @@ def _all_steps_dense(method: str, keys: int) -> bool:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of an exported folder. Download nothing, and run no code from the folder.
-
-    Raises:
-        ArtefactError: the folder has no valid tokenizer.
-    """
+    """Load the tokenizer of an exported folder. Download nothing, and run no code from the folder."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # do not warn that PyTorch is missing
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -204,9 +200,8 @@ class Detokenizer:
         self._returned = 0
 
     def add(self, token: int) -> str:
-        """Add a token and return the new complete characters."""
         self._tokens.append(token)
-        text = self._new()
+        text = self.rest()
         if text.endswith("\ufffd"):  # an incomplete character
             return ""
         self._tokens = self._tokens[self._returned :]
@@ -214,10 +209,7 @@ class Detokenizer:
         return text
 
     def rest(self) -> str:
-        """Return the remaining text at the end of the stream."""
-        return self._new()
-
-    def _new(self) -> str:
+        """Return the text of the pending tokens, which ends the stream."""
         before = self._decode(self._tokens[: self._returned])
         return self._decode(self._tokens)[len(before) :]
 
@@ -226,11 +218,7 @@ class Detokenizer:
 
 
 def sampler(temp: float, top_p: float, seed: int | None) -> Pick:
-    """Return a function that selects a token from logits. If ``temp`` is 0, select the argmax, else sample like mlx-lm.
-
-    Raises:
-        ConfigError: ``temp``, ``top_p`` or ``seed`` is out of range.
-    """
+    """Return a function that selects a token from logits. If ``temp`` is 0, select the argmax, else sample."""
     if not 0 <= temp < float("inf"):
         raise ConfigError(f"--temp: expected a number of at least 0, got {temp}.")
     if not 0 < top_p <= 1:
@@ -249,4 +237,4 @@ def sampler(temp: float, top_p: float, seed: int | None) -> Pick:
         chances = weights[kept] ** (1 / temp)
         return int(random.choice(kept, p=chances / chances.sum()))
 
-    return draw if temp else lambda logits: int(logits.argmax())
+    return draw if temp else most_likely

@@ -194,7 +194,7 @@ class Runner:
         check_int("max_tokens", max_tokens, 1)
         self._check_length("prompt", len(prompt))
         self._check_length("prompt and max_tokens", len(prompt) + max_tokens - 1)  # the last token is not appended
-        return self._generate(prompt, max_tokens, pick or _most_likely)
+        return self._generate(prompt, max_tokens, pick or most_likely)
 
     def _generate(self, prompt: Sequence[int], max_tokens: int, pick: Pick) -> Iterator[int]:
         logits = self.prefill(prompt)
@@ -240,7 +240,8 @@ class Runner:
         return array
 
 
-def _most_likely(logits: Array) -> int:
+def most_likely(logits: Array) -> int:
+    """Return the token with the largest logit."""
     return int(logits.argmax())
 
 
@@ -265,7 +266,6 @@ def _model_file(path: Path) -> Path:
 
 
 def _read(path: Path) -> onnx.ModelProto:
-    """Read model.onnx without its weights."""
     try:
         return onnx.load(path, load_external_data=False)
     except DecodeError:

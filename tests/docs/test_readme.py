@@ -10,7 +10,6 @@ import methods_page
 import pytest
 
 from mlx_sparse.methods import METHODS, SparQ
-from mlx_sparse.tools import matrix
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -20,9 +19,8 @@ PAGES += sorted((ROOT / "examples").rglob("*.md"))
 
 
 def test_matrix_is_up_to_date() -> None:
-    found = re.search(r"<!-- matrix -->\n(.*?)\n<!-- /matrix -->", README, re.DOTALL)
-    assert found
-    assert found[1] == matrix.markdown()
+    again = "python tests/testing/methods_page.py writes the table again"
+    assert methods_page.readme(README) == README, again
 
 
 def test_readme_has_at_most_700_words() -> None:

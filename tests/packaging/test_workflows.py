@@ -30,6 +30,12 @@ def test_actionlint_passes() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_scripts_import_from_folders_of_tests_that_exist() -> None:
+    for script in (ROOT / "scripts").glob("*.py"):
+        for folder in re.findall(r'(?:"tests"|TESTS) / "(\w+)"', script.read_text()):
+            assert (ROOT / "tests" / folder).is_dir(), f"{script.name}: tests/{folder}"
+
+
 @by_workflow
 def test_actions_are_pinned_and_permissions_read_only(workflow: Path) -> None:
     text = workflow.read_text()

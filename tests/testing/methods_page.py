@@ -1,4 +1,4 @@
-"""Generate the descriptions and parameter tables of docs/methods.md from the dataclasses of the methods.
+"""Generate the tables of docs/methods.md and README.md from the dataclasses of the methods and the registry.
 
 Usage: python tests/testing/methods_page.py
 """
@@ -11,17 +11,30 @@ import re
 from pathlib import Path
 
 from mlx_sparse.core.base import Method
+from mlx_sparse.core.registry import BACKENDS, backends_of
 from mlx_sparse.methods import METHODS
 from mlx_sparse.methods.baselines.config import BASELINES
 from mlx_sparse.methods.patterns.config import PATTERNS
 
-PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+README = Path(__file__).parents[2] / "README.md"
+PAGE = README.parent / "docs" / "methods.md"
 SECTION = re.compile(r"(?<=<!-- parameters of )(\w+)( -->\n).*?(?=<!-- /parameters -->)", re.DOTALL)
 
 
 def page(text: str) -> str:
     """Return the page ``text`` with newly generated tables."""
     return SECTION.sub(lambda found: found[1] + found[2] + _table(found[1]), text)
+
+
+def readme(text: str) -> str:
+    """Return README.md's ``text`` with a new table of the methods that have more than two backends."""
+    lines = [f"| method | {' | '.join(BACKENDS)} |", f"|---|{'---|' * len(BACKENDS)}"]
+    for name in METHODS:
+        if len(backends_of(name)) > 2:
+            cells = ["yes" if backend in backends_of(name) else "no" for backend in BACKENDS]
+            lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    return re.sub(r"(?<=<!-- matrix -->\n).*?(?=\n<!-- /matrix -->)", table, text, flags=re.DOTALL)
 
 
 def _table(name: str) -> str:
@@ -62,4 +75,5 @@ def _meanings(method: type[Method]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, renew in ((PAGE, page), (README, readme)):
+        path.write_text(renew(path.read_text(encoding="utf-8")), encoding="utf-8")

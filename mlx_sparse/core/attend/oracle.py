@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from ..select.oracle import valid_keys
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 
 def float64(array: npt.ArrayLike) -> Array:

@@ -7,15 +7,13 @@ diagonal block needs a mask.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from .layout import Layout
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 # Maximum number of scores per batch. On a CPU the scores of a batch fit into the cache; on a GPU they occupy all cores.
 # If a single row block has more scores, the batch has one row block.

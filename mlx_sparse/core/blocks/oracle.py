@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from ..attend.oracle import float64, logits, softmax_lse, weighted_values
 from .layout import Layout
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 
 def attend_blocks(

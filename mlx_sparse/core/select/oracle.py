@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 
 def valid_keys(B: int, S: int, left_padding: npt.ArrayLike | None) -> Array:

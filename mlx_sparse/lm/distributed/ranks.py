@@ -53,7 +53,7 @@ class Ranks:
             raise ConfigError(f"ranks: expected all ranks to start this command, got: {error}.") from None
         return cls(group.rank(), group.size())
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Return the values of all ranks in rank order. All ranks must call this method with JSON-serializable values.
 
         Raises:
@@ -64,7 +64,7 @@ class Ranks:
         import mlx.core as mx
         import numpy as np
 
-        def exchange(numbers: mx.array) -> Any:
+        def exchange(numbers: mx.array) -> np.ndarray:
             try:
                 return np.array(mx.distributed.all_gather(numbers[None], stream=mx.cpu))
             except RuntimeError as error:
@@ -121,7 +121,7 @@ def facts_of(args: argparse.Namespace, files: Iterable[str]) -> Facts:
     return facts
 
 
-def _fact(value: Any, path: bool) -> tuple[str, str]:
+def _fact(value: object, path: bool) -> tuple[str, str]:
     """Return a text for comparing ``value`` between ranks, and a text for messages.
 
     If ``path`` is True and ``value`` is the path of a file or a model folder, ranks compare the digest from `_digest`.

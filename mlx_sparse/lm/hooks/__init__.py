@@ -6,8 +6,10 @@ import contextlib
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from ...api.call_report import Counts
+from ...cache.kv_cache import Mask
 from ...cache.sparse_cache import SparseCache, Step
 from ...core import registry
 from ...core.base import Method
@@ -24,11 +26,11 @@ class CallHooks:
 
     counts: Counts
 
-    def __init__(self, config: Method | None, caches: list[Any]) -> None:
+    def __init__(self, config: Method | None, caches: list[object]) -> None:
         self.config: Any = config
         self.caches = caches
 
-    def refusal(self, cache: Any) -> str | None:
+    def refusal(self, cache: object) -> str | None:
         """Return the reason why all decode steps over this cache are dense, or None if the steps can be sparse."""
         return None
 
@@ -71,7 +73,7 @@ class CallHooks:
         return contextlib.nullcontext()
 
     def observe(
-        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
+        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Mask, sinks: mx.array | None
     ) -> None:
         """Process a dense attention call of a layer that is not dense in all calls."""
 
@@ -100,7 +102,7 @@ class ModelHooks:
     call_hooks: type[CallHooks] = CallHooks
     statistics: Any = None
 
-    def __init__(self, config: Method | None, model: Any) -> None:
+    def __init__(self, config: Method | None, model: nn.Module) -> None:
         self.config = config
 
     @classmethod
@@ -117,7 +119,7 @@ class ModelHooks:
     def close(self) -> None:
         """Detach the hooks from the model. `disable` calls this method."""
 
-    def of_call(self, caches: list[Any]) -> CallHooks:
+    def of_call(self, caches: list[object]) -> CallHooks:
         """Return the hooks for a forward pass with ``caches``."""
         return self.call_hooks(self.config, caches)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 
-from ...cache.kv_cache import is_padding_mask
+from ...cache.kv_cache import Mask, is_padding_mask
 from ...cache.sparse_cache import SparseCache
 from ...core import reasons
 from ...methods import H2O
@@ -21,7 +19,7 @@ class Observer(CallHooks):
         return None if _counted(cache, cache.length - 1) else reasons.UNCOUNTED
 
     def observe(
-        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Any, sinks: mx.array | None
+        self, queries: mx.array, keys: mx.array, cache: SparseCache, scale: float, mask: Mask, sinks: mx.array | None
     ) -> None:
         """Add the attention weights of a dense call to the key scores, if the call is causal and has no sinks."""
         L, S = queries.shape[2], keys.shape[2]

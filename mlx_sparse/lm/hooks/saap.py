@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from ...cache.sparse_cache import Attended, SparseCache, Step
 from ...checks import ConfigError
@@ -39,7 +39,7 @@ def load_artefact(config: SAAP) -> artefacts.Artefact | None:
     return artefact
 
 
-def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
+def find_routers(config: SAAP, model: nn.Module) -> dict[int, Router | str]:
     """Return a dict from the index of a layer's cache to the layer's router, or to the reason why the layer is dense.
 
     Args:
@@ -71,7 +71,7 @@ def find_routers(config: SAAP, model: Any) -> dict[int, Router | str]:
     return found
 
 
-def _attending_before(model: Any) -> int:
+def _attending_before(model: nn.Module) -> int:
     """Return the number of attention layers in earlier pipeline stages; 0 for a whole model."""
     first, whole = part_of(model).first_layer, recorded_facts(model)
     return first if whole is None else sum(shape is not None for shape in whole.shapes[:first])
@@ -96,7 +96,7 @@ class SAAPHooks(ModelHooks):
 
     statistics = BucketStatistics()
 
-    def __init__(self, config: SAAP, model: Any) -> None:
+    def __init__(self, config: SAAP, model: nn.Module) -> None:
         super().__init__(config, model)
         self.routers = find_routers(config, model)
         self.recorder = Recorder(model)
@@ -113,7 +113,7 @@ class SAAPHooks(ModelHooks):
     def close(self) -> None:
         self.recorder.__exit__()
 
-    def of_call(self, caches: list[Any]) -> Indices:
+    def of_call(self, caches: list[object]) -> Indices:
         return Indices(self, caches)
 
 
@@ -122,7 +122,7 @@ class Indices(CallHooks):
 
     config: SAAP
 
-    def __init__(self, buckets: SAAPHooks, caches: list[Any]) -> None:
+    def __init__(self, buckets: SAAPHooks, caches: list[object]) -> None:
         super().__init__(buckets.config, caches)
         self._routers, self._recorder = buckets.routers, buckets.recorder
         self._layers = {id(cache): layer for layer, cache in enumerate(caches)}
@@ -152,7 +152,7 @@ class Indices(CallHooks):
         if self._unsubmitted:
             mx.async_eval(self._unsubmitted)  # type: ignore[no-untyped-call]
 
-    def refusal(self, cache: Any) -> str | None:
+    def refusal(self, cache: object) -> str | None:
         router = self._routers.get(self._layers.get(id(cache), -1), reasons.NOT_WRITTEN)
         return router if isinstance(router, str) else None
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+from mlx import nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
@@ -44,7 +45,7 @@ PARAMETERS = set(inspect.signature(original).parameters)
 greedy = make_sampler(0.0)
 
 
-def generate_step(prompt: mx.array, model: Any, *stream: Any, **options: Any) -> Iterator[tuple[int, mx.array]]:
+def generate_step(prompt: mx.array, model: nn.Module, *stream: Any, **options: Any) -> Iterator[tuple[int, mx.array]]:
     """Generate tokens by self-speculative decoding. If the model is not ``lossless``, call mlx-lm's `generate_step`."""
     state = getattr(model, "_mlx_sparse", None)
     if state is None or state[0].lossless is None:
@@ -53,7 +54,7 @@ def generate_step(prompt: mx.array, model: Any, *stream: Any, **options: Any) ->
     return Run(state[0], model, *stream, **options).tokens(prompt)
 
 
-_wraps: list[Callable[..., Any]] = []  # one entry for each lossless model
+_wraps: list[Callable[..., object]] = []  # one entry for each lossless model
 
 
 def wrap() -> Callable[[], None]:
@@ -101,8 +102,8 @@ class Run:
     def __init__(
         self,
         plan: Plan,
-        model: Any,
-        stream: Any = None,
+        model: nn.Module,
+        stream: mx.Stream | None = None,
         *,
         max_tokens: int = 256,
         sampler: Callable[[mx.array], mx.array] | None = None,
@@ -333,7 +334,7 @@ def check_options(args: argparse.Namespace, command: str, *, generates: bool) ->
         raise ConfigError(f"--lossless: expected one sequence at a time, got --batch-size {args.batch_size}.")
 
 
-def make_lossless(plan: Any, model: Any, draft_tokens: int | None) -> None:
+def make_lossless(plan: Plan, model: nn.Module, draft_tokens: int | None) -> None:
     """Configure a `Plan` for self-speculative decoding, in which the decode method drafts tokens.
 
     Raises:

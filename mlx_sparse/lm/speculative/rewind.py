@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx import nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from ...model_info import leaves
@@ -22,7 +22,7 @@ class Undo:
     the snapshot keeps references to the arrays of these caches, and the next write to such a cache makes a copy.
     """
 
-    def __init__(self, caches: list[Any]) -> None:
+    def __init__(self, caches: list[object]) -> None:
         found = leaves(caches)
         self._rows: list[tuple[Any, int]] = [(cache, cache.offset) for cache in found if isinstance(cache, ROWS)]
         self._others = [(cache, _references(vars(cache))) for cache in found if not isinstance(cache, ROWS)]
@@ -49,7 +49,7 @@ class Checked:
         model: the model, which runs again where a cache cannot add single tokens (linear attention).
     """
 
-    def __init__(self, before: Undo, caches: list[Any], inputs: mx.array, kept: int, model: Callable[..., Any]) -> None:
+    def __init__(self, before: Undo, caches: list[Any], inputs: mx.array, kept: int, model: nn.Module) -> None:
         self._before, self._caches, self._inputs, self._kept, self._model = before, caches, inputs, kept, model
         found, written = leaves(caches), slice(-len(inputs), None)
         windows: list[Any] = [cache for cache in found if isinstance(cache, RotatingKVCache)]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from ...core.attend.oracle import attend_indices, float64, logits, softmax_lse, weighted_values
 from ...core.select.oracle import top_k_select, valid_keys
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 
 def streaming_attention(

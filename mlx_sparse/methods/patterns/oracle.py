@@ -14,7 +14,7 @@ from ..sample.oracle import merge, sample_scores
 from .block_patterns import Pattern, bigbird_pattern, streaming_pattern
 from .lsh_spans import Span, pieces, sampled, signs
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 Result = tuple[Array, Array, Array]  # out, lse, and key blocks of each row block or indices of the attended keys
 
 
@@ -48,7 +48,8 @@ def select_largest(scores: Array, count: int) -> Array:
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order, True, axis=-1)
-    return kept | np.isnan(scores).any(axis=-1, keepdims=True)
+    selected: Array = kept | np.isnan(scores).any(axis=-1, keepdims=True)
+    return selected
 
 
 def minference_attention(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from ...core.attend.oracle import attend_indices, float64
 from ...core.select.oracle import ranked, top_k_select
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 
 def page_bounds(

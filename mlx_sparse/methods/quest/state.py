@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -42,7 +42,7 @@ class QuestState(State):
             self.bounds, self.page_size, self.rows = [], config.page_size, 0
         first_rows = cache.first_rows()
 
-        def read(cache: SparseCache, S: int) -> dict[str, Any]:
+        def read(cache: SparseCache, S: int) -> dict[str, object]:
             self._make_room(cache)
             before = S - 1  # every step attends to the current page, which needs no bounds
             for sequence, first in enumerate(first_rows):

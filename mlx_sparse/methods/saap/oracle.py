@@ -11,7 +11,7 @@ from ...checks import check_int
 from ...core.attend.oracle import attend_indices, float64, softmax_lse
 from ...core.select.oracle import ranked, valid_keys
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 
 def saap_assign(keys: npt.ArrayLike, centroids: npt.ArrayLike) -> Array:

@@ -69,7 +69,7 @@ class Router:
     centroids: mx.array | None = None
     network: Mapping[str, mx.array] | None = None
 
-    def __deepcopy__(self, memo: Any) -> Router:
+    def __deepcopy__(self, memo: object) -> Router:
         return self  # copies of a cache share the router of the model
 
 

@@ -11,7 +11,7 @@ from ...core.attend.oracle import float64, logits, softmax_lse
 from ...core.blocks.layout import Layout
 from ...core.blocks.oracle import attend_blocks, block_lists
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 
 class SampleSelection(NamedTuple):

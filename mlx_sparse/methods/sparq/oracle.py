@@ -15,7 +15,7 @@ from ...core.select.oracle import ranked, top_k_select, valid_keys
 from .config import Selection
 from .scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 
 
 class SparQSelection(NamedTuple):
@@ -193,4 +193,5 @@ def masked_mean(rows: npt.ArrayLike, left_padding: npt.ArrayLike | None) -> Arra
 def deviation(keys: npt.ArrayLike, left_padding: npt.ArrayLike | None) -> Array:
     """Return the standard deviation ``(B, Hkv, D)`` of each component over the valid keys (sparq.1)."""
     centered = float64(keys) - masked_mean(keys, left_padding)[:, :, None, :]
-    return np.sqrt(masked_mean(centered**2, left_padding))
+    spread: Array = np.sqrt(masked_mean(centered**2, left_padding))
+    return spread

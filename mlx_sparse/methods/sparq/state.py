@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -66,7 +66,7 @@ class SparQState(State):
         if values is None:
             return score
 
-        def with_mean(cache: SparseCache, S: int) -> dict[str, Any]:
+        def with_mean(cache: SparseCache, S: int) -> dict[str, object]:
             values.extend(cache.value_rows, S)
             return score(cache, S) | {"value_mean": values.mean()}
 
@@ -75,7 +75,7 @@ class SparQState(State):
     def _bind_rows(self, D: int) -> Read:
         """Score the rows of a quantized KV cache, without a copy of the keys."""
         self.columns = self.codes = self.keys = None
-        found = {"keys_t": None, "rank": D, "component_weight": None, "value_mean": None}
+        found: dict[str, object] = {"keys_t": None, "rank": D, "component_weight": None, "value_mean": None}
         return lambda cache, S: found
 
     def _bind_columns(self, cache: SparseCache, *, weighted: bool, whole: bool) -> Read:
@@ -83,7 +83,7 @@ class SparQState(State):
         statistics = self.keys or RunningStatistics(cache.padding, spread=True) if weighted else None
         self.columns, self.keys = columns, statistics or self.keys
 
-        def read(cache: SparseCache, S: int) -> dict[str, Any]:
+        def read(cache: SparseCache, S: int) -> dict[str, object]:
             keys, weight = cache.key_rows, None
             columns.extend(keys, S)
             if statistics is not None:
@@ -99,7 +99,7 @@ class SparQState(State):
             self.codes = Codes(cache.padding, cache.first_rows())
         codes = self.codes
 
-        def read(cache: SparseCache, S: int) -> dict[str, Any]:
+        def read(cache: SparseCache, S: int) -> dict[str, object]:
             keys = cache.key_rows
             codes.extend(keys, S)
             weight = codes.spread(keys, S) if weighted else None

@@ -87,11 +87,7 @@ def environment(cache: Path | None = None) -> dict[str, str]:
         return inherited
     # MLX runs all other operations of a step on one core. A second BLAS thread saves 10 % on an idle machine. If other
     # programs run, the threads wait for each other and a step takes several times as long.
-    return {
-        "OPENBLAS_NUM_THREADS": "1",
-        **inherited,
-        "LD_PRELOAD": ":".join([*map(str, libraries), *preloaded()]),
-    }
+    return {"OPENBLAS_NUM_THREADS": "1", **inherited, "LD_PRELOAD": ":".join([*map(str, libraries), *preloaded()])}
 
 
 def wanted() -> bool:

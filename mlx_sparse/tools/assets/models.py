@@ -78,12 +78,6 @@ def find_model(name: str | None, cache: Path, license: str | None = None) -> str
 
     Args:
         name: the value of ``--model``; None for the default model.
-        cache: the cache folder.
-        license: name of the license that the user accepts.
-
-    Raises:
-        ConfigError, PackageMissing: as in `check_model`.
-        ArtefactError: the model cannot be fetched, or its files are damaged.
     """
     check_model(name, cache, license)
     name = name or DEFAULT

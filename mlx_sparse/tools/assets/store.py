@@ -97,13 +97,7 @@ def fetch(requirement: str, sha256: str, cache: Path, options: Sequence[str] = (
 
     Args:
         requirement: ``name==version``.
-        sha256: the pinned hash of the file.
-        cache: the cache folder.
-        options: additional options for ``pip download``.
         source: fetch the source archive instead of a wheel.
-
-    Raises:
-        ArtefactError: the download fails, or the file has a different hash.
     """
     what, suffix = ("source archive", ".tar.gz") if source else ("wheel", ".whl")
     # The build requirements of a source archive may be wheels.
@@ -144,11 +138,7 @@ def _reason(stderr: str) -> str:
 
 
 def read_files(archive: Path, pattern: str) -> dict[str, bytes]:
-    """Read the files that match ``pattern`` from a wheel or source archive. Return a dict from file name to content.
-
-    Raises:
-        ArtefactError: no file matches.
-    """
+    """Read the files that match ``pattern`` from a wheel or source archive. Return a dict from file name to content."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             found = {name: wheel.read(name) for name in wheel.namelist() if fnmatchcase(name, pattern)}

@@ -84,10 +84,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         "printed as soon as it is measured: on standard error, or with -o jsonl on standard output.",
     )
     stages = parser.add_subparsers(dest="stage", metavar="WHAT", required=True)
-    for stage, about in (
-        ("step", "a decode step of one layer"),
-        ("prefill", "a prefill of one layer"),
-    ):
+    for stage, about in (("step", "a decode step of one layer"), ("prefill", "a prefill of one layer")):
         _add_options(stages.add_parser(stage, help=about, description=f"Time {about}."), stage)
     about = "tokens per second of mlx_lm.generate, or of an exported model"
     generate = stages.add_parser("generate", help=about)
@@ -116,11 +113,7 @@ def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
 
 
 def read(args: argparse.Namespace) -> Request:
-    """Validate the parsed options and convert them to a request.
-
-    Raises:
-        ConfigError: an option has an invalid value, or the requested ``--runtime`` does not support the option.
-    """
+    """Validate the parsed options and convert them to a request."""
     own: dict[str, str | None] = {option: getattr(args, option[2:].replace("-", "_"), None) for option in ONLY}
     for option, value in own.items():
         if value is not None and ONLY[option][0] != args.runtime:

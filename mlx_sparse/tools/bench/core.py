@@ -30,7 +30,6 @@ class Shape:
 
     @property
     def G(self) -> int:
-        """Number of query heads per KV head."""
         return self.Hq // self.Hkv
 
     def __str__(self) -> str:
@@ -42,7 +41,6 @@ class Case:
     """Sizes of one benchmark case: ``B`` sequences of ``S`` keys in one layer.
 
     Attributes:
-        shape: number of query heads, number of KV heads and head dim.
         step: number of tokens in a prefill chunk; None for a decode step.
     """
 
@@ -68,7 +66,6 @@ class Case:
         return self.rows * self.S * self.shape.D * self.item
 
     def as_dict(self) -> dict[str, object]:
-        """Return a dict from the names of a result row's columns to the sizes."""
         found = {"dtype": self.dtype, "shape": str(self.shape), "batch": self.B, "S": self.S}
         return found if self.step is None else found | {"step": self.step}
 
@@ -87,7 +84,6 @@ class Request:
         budget: time budget in seconds.
         kv_bits: bits per element of quantized KV caches. In addition to the plain cache, MLX times each method with a
             cache of each size in ``kv_bits``.
-        threads: number of ONNX Runtime threads.
     """
 
     stage: str
@@ -146,7 +142,6 @@ class Row:
     failed: bool = False
 
     def as_dict(self) -> dict[str, object]:
-        """Return the row as a dict for JSON. Missing values are None."""
         found = {"kind": "row", **self.case.as_dict(), "method": self.method, "backend": self.backend, **self.details}
         for name, spread in self.spreads.items():
             found |= {f"{name}{end}": getattr(spread, of, None) for end, of in ENDS.items()}

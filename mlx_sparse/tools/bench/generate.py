@@ -46,7 +46,6 @@ class Context:
     S: int
 
     def as_dict(self) -> dict[str, object]:
-        """Return a dict from the name to the value of each column that describes the prompt in a result row."""
         return {"S": self.S}
 
 
@@ -144,11 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def variants_of(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, text: str
 ) -> Iterator[list[Generation]]:
-    """Yield one list of variants for each prompt length, with one variant per method.
-
-    Raises:
-        ConfigError: the text is too short.
-    """
+    """Yield one list of variants for each prompt length, with one variant per method."""
     from mlx_lm import load
 
     from ...lm.loading import loading
@@ -235,12 +230,10 @@ def table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         found, about = row.details, row.note or ""
-        names = ("prompt", "prompt_ratio", "generation", "generation_ratio")
-        cells = [row.spreads.get(name) for name in names]
-        digits = (1, 2, 1, 2)
-        texts_ = [cell.text(n) if cell else "" for cell, n in zip(cells, digits, strict=True)]
+        digits = {"prompt": 1, "prompt_ratio": 2, "generation": 1, "generation_ratio": 2}
+        cells = [spread.text(n) if (spread := row.spreads.get(name)) else "" for name, n in digits.items()]
         if not about and "as_dense" in found:
             same = "all" if found["as_dense"] else f"the first {found['same_tokens']} of {found['tokens']}"
             about = f"tokens as dense: {same}; {found['peak_memory']:.2f} GB"
-        lines.append([f"{row.case.S:,}", f"`{row.method}`", row.backend, *texts_, about])
+        lines.append([f"{row.case.S:,}", f"`{row.method}`", row.backend, *cells, about])
     return formats.table(HEADER, lines)

@@ -219,12 +219,7 @@ def check_request(request: Request, backends: tuple[str, ...], shared_only: bool
     """Check the backends, methods and shapes of a request.
 
     Args:
-        request: the checked options of the benchmark.
-        backends: names of the backends that the runtime has.
         shared_only: True if only the methods in `SHARED_METHODS` are available.
-
-    Raises:
-        ConfigError: a backend is unknown, or a method is not available or does not support a shape.
     """
     for name in request.backends:
         check_choice("--backend", name, backends)

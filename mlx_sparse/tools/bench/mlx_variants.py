@@ -8,7 +8,6 @@ prompt is processed in chunks, as in mlx-lm.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
@@ -20,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...cache.kv_cache import SparseKVCache, adopt
+from ...calibrate import seconds_of
 from ...checks import BackendUnavailable, ConfigError
 from ...core import registry
 from ...core.base import Method, Step
@@ -42,12 +42,7 @@ __all__ = ["check", "machine", "variants"]
 
 
 def check(request: Request) -> None:
-    """Check a request before anything runs.
-
-    Raises:
-        ConfigError: a method has no benchmark, or does not support a shape or a quantized cache.
-        BackendUnavailable: no backend can run any of the methods.
-    """
+    """Check a request before anything runs."""
     check_request(request, ("auto", *registry.BACKENDS), shared_only=False)
     for config, case, bits in product(request.methods, request.cases, request.kv_bits):
         if bits not in BITS or case.shape.D % GROUP or config.pre_rope:
@@ -71,11 +66,7 @@ def serving(request: Request, case: Case) -> Iterator[tuple[Method, str, str | N
 
 
 def variants(request: Request, case: Case) -> Iterator[Variant]:
-    """Yield the variants to time on a case. They are dense attention, a read of all keys and values, and all methods.
-
-    Raises:
-        MemoryError: the case is too large for this machine.
-    """
+    """Yield the variants to time on a case. They are dense attention, a read of all keys and values, each method."""
     B, S, shape = case.B, case.S, case.shape
     on_cpu = mx.default_device().type == mx.cpu
     if case.step is None:
@@ -98,13 +89,6 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
         made.row.note = made.row.note or (f"{backend}: {why}" if why else None)
         yield made
         yield from (MlxStep(case, shared, config, backend, bits) for bits in request.kv_bits if not why)
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Call ``run``, evaluate its result, and return the time in seconds."""
-    start = time.perf_counter()
-    mx.eval(run())
-    return time.perf_counter() - start
 
 
 def to_mlx(array: np.ndarray, dtype: str) -> mx.array:
@@ -247,7 +231,6 @@ class MlxStep(MlxVariant):
         return problem.wrong(out)
 
     def problem(self) -> Problem:
-        """Return the inputs and the expected output for `check`."""
         return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
 
     def batch(self, array: np.ndarray) -> mx.array:
@@ -272,7 +255,7 @@ class MlxStep(MlxVariant):
                 found.append(self.implementation(found[0] if self.role == "read" else found[-1], cache))
             return found
 
-        return timed(step)
+        return seconds_of(step)
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
         return cache.attend(queries, self.config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]
@@ -302,8 +285,8 @@ class SaapStep(MlxStep):
 
     def prepare(self) -> None:
         super().prepare()
-        seconds = (timed(partial(rebuild_lists, list(self.caches), self.case.S, self.config)) for _ in range(REBUILDS))
-        self.upkeep = median(seconds) / self.config.merge_every
+        rebuild = partial(rebuild_lists, list(self.caches), self.case.S, self.config)
+        self.upkeep = median(seconds_of(rebuild) for _ in range(REBUILDS)) / self.config.merge_every
 
     def cache(self, keys: mx.array, values: mx.array) -> SparseKVCache:
         case, C = self.case, buckets_of(self.config)
@@ -360,7 +343,7 @@ class MlxPrefill(MlxVariant):
         return None if self.role == "read" else self.shared.wrong(to_numpy(self.implementation(*last)), self.config)
 
     def run(self, turn: int) -> float:
-        return sum(timed(partial(self.implementation, *chunk)) for chunk in self.shared.all)
+        return sum(seconds_of(partial(self.implementation, *chunk)) for chunk in self.shared.all)
 
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
         config = self.config.at(cache.length)

@@ -38,11 +38,7 @@ def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) ->
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Check the options for the model and the texts before anything is fetched or loaded.
-
-    Raises:
-        ConfigError, PackageMissing: as in `check_model` and `texts.check`.
-    """
+    """Check the options for the model and the texts before anything is fetched or loaded."""
     check_model(args.model, cache_directory(args.cache_dir), args.accept_license)
     texts.check(args.text)
 
@@ -83,11 +79,7 @@ def fingerprint(model: nn.Module, tokens: Sequence[int], *options: object) -> st
 
 
 def head_dim(model: nn.Module) -> int:
-    """Return the head dim of the first layer with a KV cache.
-
-    Raises:
-        ConfigError: no layer has a KV cache.
-    """
+    """Return the head dim of the first layer with a KV cache."""
     shape = next(filter(None, kv_shapes(model)), None)
     if shape is None:
         raise ConfigError("--model: expected a model with a KV cache, got one without.")

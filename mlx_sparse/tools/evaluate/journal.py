@@ -68,18 +68,7 @@ def _hints(kind: type) -> dict[str, object]:
 
 
 def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: str, first: int = 1) -> list[T]:
-    """Parse each line of ``content`` as JSON, convert the line with ``read``, and return the results.
-
-    Args:
-        content: bytes of the JSON lines.
-        read: function that converts the JSON data of one line.
-        path: the file that contains the lines, for the error message.
-        command: name of the command that writes the file, for the error message.
-        first: number of the first line, for the error message.
-
-    Raises:
-        ArtefactError: a line is damaged.
-    """
+    """Parse each line of ``content`` as JSON, convert the line with ``read``, and return the results."""
     found = []
     for number, line in enumerate(content.splitlines(), first):
         try:
@@ -104,12 +93,7 @@ class Journal(Generic[T]):
 
         Args:
             path: the file; None to keep results in memory only.
-            command: name of the command.
             key: hash of the command's inputs.
-            kind: dataclass of the results.
-
-        Raises:
-            ArtefactError: the file is damaged, or its command or inputs differ from ``command`` or ``key``.
         """
         self.path = path
         self.results: dict[str, T] = {}
@@ -122,7 +106,6 @@ class Journal(Generic[T]):
             replace_file(path, lambda new: new.write_text(header, encoding="utf-8"))
 
     def add(self, name: str, result: T) -> None:
-        """Store ``result`` under ``name``, and append the result to the file immediately."""
         self.results[name] = result
         if self.path is not None:
             line = json.dumps({"name": name, "result": as_json(result)}, allow_nan=False)

@@ -40,11 +40,7 @@ def check() -> None:
 
 
 def read(path: Path) -> tuple[list[Row], Facts]:
-    """Read the rows and the facts of the run from a file that ``mlx-sparse eval --out`` wrote.
-
-    Raises:
-        ArtefactError: the file is missing or damaged, has the format of a different version, or contains several runs.
-    """
+    """Read the rows and the facts of the run from a file that ``mlx-sparse eval --out`` wrote."""
 
     def read_line(line: dict[str, object]) -> tuple[Facts, Row]:
         row = from_json(Row, line)

@@ -45,7 +45,6 @@ class Trial:
     """Outcome of one method on one example, and statistics of the method's attention calls.
 
     Attributes:
-        outcome: quality of the method on the example.
         attn: the method as text, with all automatic settings resolved.
         sparse_calls, dense_calls: number of attention calls. A call on a batch counts once for each example.
         sparse_bytes: K and V bytes that the sparse calls moved.
@@ -82,8 +81,6 @@ class Row:
         attn: the method with all automatic settings resolved.
         budget: largest share of dense attention's elements that the method may move, such as "1/8"; None if no setting
             depends on a budget.
-        context: number of tokens in the prompt.
-        examples: number of examples over which the row is averaged.
         mean, mean_error: mean of each metric, and the standard error of the mean.
         delta, error: mean difference of each metric from dense attention on the same examples, and its standard error.
         formula: share of dense attention's elements that a decode step moves according to the method's formula; None
@@ -130,12 +127,10 @@ class Row:
 
     @property
     def of_prompt(self) -> bool:
-        """True if the method is sparse only in the prefill."""
         return self.prefill or (bool(self.density) and self.compression == 1)
 
     @property
     def sparse_share(self) -> float:
-        """Share of the attention calls that were sparse."""
         return self.sparse_calls / max(1, self.sparse_calls + self.dense_calls)
 
 
@@ -146,7 +141,6 @@ def row_of(trials: Sequence[Trial], dense: Sequence[Trial], depths: Sequence[flo
     """Average the trials of one method into one row.
 
     Args:
-        trials: trials of one method.
         dense: trials of dense attention on the same examples.
         depths: depth of the answer in each example's prompt; None if the task has no depth.
         about: ``task``, ``method``, ``budget``, ``context``, ``formula`` and ``prefill`` of the row.
@@ -239,9 +233,6 @@ def run_facts(command: str, name: str, model: nn.Module, texts: Sequence[tuple[T
     """Collect the inputs and the machine of a run.
 
     Args:
-        command: the command line of the run.
-        name: the value of ``--model``.
-        model: the loaded model.
         texts: pairs of a text and its number of tokens.
         options: ``seed``, ``prefill_step_size`` and ``batch``.
     """

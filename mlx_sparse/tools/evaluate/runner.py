@@ -66,11 +66,6 @@ def outcome(scores: Array, n_bytes: float, matched: float = 0.0) -> Outcome:
 
     Args:
         scores: ``(scored, 4)``, from `position_scores`.
-        n_bytes: number of bytes in the text.
-        matched: value for `Outcome.matched`.
-
-    Raises:
-        ConfigError: the model's logits are not finite.
     """
     if not np.isfinite(scores).all():
         raise ConfigError("--model: expected finite logits, got infinity or NaN. Use a copy in bfloat16 or float32.")
@@ -107,7 +102,6 @@ class Steps:
 
     Attributes:
         depths: depth of the answer in each example's prompt; None if the task has no depth.
-        digests: hash of each example, from `tasks.digest`.
     """
 
     def __init__(
@@ -122,8 +116,6 @@ class Steps:
         """Store examples that are decoded as one batch.
 
         Args:
-            model, tokenizer: the model and its tokenizer.
-            examples: examples with prompts of equal length.
             step: number of tokens per chunk in a sparse prefill.
             observed: name of a decode method that must observe the dense prefill, or None. If the prefill of a variant
                 is dense, the variant decodes from a copy of the filled caches.
@@ -196,7 +188,6 @@ class Prompt:
         return passage_logits(self.model, self.passage, self.step)[0]
 
     def trials(self, variant: Variant) -> list[Trial]:
-        """Run ``variant`` on the passage. Return a list with a single trial."""
         targets = self.passage.targets
         if variant == DENSE:
             return [Trial(prompt_outcome(self.reference, self.reference, targets, self.n_bytes))]
@@ -219,14 +210,8 @@ def run(
     """Run every subject with dense attention and with every variant. Skip the trials that are in the journal.
 
     Args:
-        task: name of the task.
         subjects: batches of examples, or passages.
-        variants: the variants to run.
-        progress: a progress bar that counts trials.
-        journal: stored trials.
-        context: number of tokens in the prompt.
         D: head dim that the formulas use.
-        prefill: True if the subjects are passages.
 
     Returns:
         The row of dense attention and one row for each variant.

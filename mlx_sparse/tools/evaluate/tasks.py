@@ -24,7 +24,6 @@ class Example:
     """Token ids of a prompt and of the text after it.
 
     Attributes:
-        target: tokens after the prompt.
         scored: ascending positions in ``target`` that are scored; None if all positions are scored.
         depth: depth of the answer in the prompt, from 0 (start) to 1 (end); None if the task has no depth.
     """
@@ -44,7 +43,6 @@ class Passage:
 
     @property
     def targets(self) -> list[int]:
-        """The tokens that follow the scored positions."""
         return [self.tokens[position + 1] for position in self.scored]
 
 
@@ -208,9 +206,6 @@ def insert_statements(
 
     The rest of the prompt is the start of ``text``, with each of ``statements`` inserted at its depth. ``depth`` is the
     depth of the statement that contains the answer.
-
-    Raises:
-        ConfigError: ``context`` is too small for the statements.
     """
     first = opening(tokenizer)
     pieces = [(place, encode(tokenizer, statement)) for place, statement in sorted(statements)]
@@ -326,11 +321,9 @@ class Cloze:
 def question(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Example]:
     """Yield examples in which the model must complete a sentence from one of eight passages.
 
-    The task is similar to SQuAD with confusion contexts. The prompt ends with the sentence up to the answer. The answer
-    is one word that occurs only once in the passages. At least six words of the sentence come before the answer.
-    Numbers are preferred as answers, then capitalized words, then long words. The seven passages that do not contain
-    the answer are selected from `CANDIDATES` random passages. They share as many words as possible with the quoted part
-    of the sentence. The position of the passage that contains the answer rotates.
+    The task is similar to SQuAD with confusion contexts. The prompt ends with the sentence up to the answer, which is a
+    word that occurs once in the passages: a number if possible, else a capitalized or long word. The other passages
+    share as many words as possible with the quoted part of the sentence.
     """
     rng = random.Random(seed)
     first, gap = opening(tokenizer), encode(tokenizer, "\n\n")

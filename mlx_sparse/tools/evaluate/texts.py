@@ -31,21 +31,12 @@ class Text:
 
 
 def read(names: list[str] | None, option: str = "--text", cache: Path | None = None) -> list[Text]:
-    """Read the texts ``names``. A name is a file or in `NAMES`. The default is Python's language reference.
-
-    Raises:
-        ConfigError: a name is neither a readable file nor in `NAMES`. The message begins with ``option``.
-        ArtefactError: the text of a package is not available.
-    """
+    """Read the texts ``names``. A name is a file or in `NAMES`. The default is Python's language reference."""
     return [_read(name, option, cache or cache_directory()) for name in names or [DEFAULT]]
 
 
 def check(names: list[str] | None, option: str = "--text") -> None:
-    """Check that all files in ``names`` are readable. Pipes are not checked, and nothing is fetched.
-
-    Raises:
-        ConfigError: as in `read`.
-    """
+    """Check that all files in ``names`` are readable. Pipes are not checked, and nothing is fetched."""
     for name in names or []:
         if not _fetched(name) and not Path(name).is_fifo():
             _read(name, option, Path())
@@ -91,11 +82,7 @@ def _novels(cache: Path) -> str:
 
 
 def gutenberg(text: str, title: str) -> str:
-    """Extract the book ``title`` from ``text``, which contains books of Project Gutenberg. Omit the header and license.
-
-    Raises:
-        ArtefactError: ``text`` does not contain the book.
-    """
+    """Extract the book ``title`` from ``text``, which contains books of Project Gutenberg. Omit header and license."""
     first, last = (rf"^\*\*\* ?{end} OF TH(?:E|IS) PROJECT GUTENBERG EBOOK,? " for end in ("START", "END"))
     found = re.search(rf"{first}{re.escape(title)} ?\*\*\*$(.*?){last}", text, re.MULTILINE | re.DOTALL)
     if found is None:
@@ -104,8 +91,6 @@ def gutenberg(text: str, title: str) -> str:
 
 
 def _cached(folder: Path, prepare: Callable[[], str]) -> str:
-    """Return the text that is stored in ``folder``. The first call stores the result of ``prepare``."""
-
     def fill(new: Path) -> None:
         (new / "text.txt").write_bytes(prepare().encode("utf-8"))
 

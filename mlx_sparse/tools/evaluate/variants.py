@@ -22,11 +22,7 @@ class BudgetTooSmall(ConfigError):
 
 
 def read_budget(text: str) -> Fraction:
-    """Parse a share of dense attention's transfers, such as ``"1/8"`` or ``"0.125"``.
-
-    Raises:
-        ConfigError: ``text`` is not a number above 0 and below 1.
-    """
+    """Parse a share of dense attention's transfers, such as ``"1/8"`` or ``"0.125"``."""
     try:
         share = Fraction(text.strip())
     except (ValueError, ZeroDivisionError):
@@ -55,9 +51,6 @@ def fit_budget(method: str, budget: Fraction, S: int, D: int) -> str | None:
 
     Returns:
         The method as text, or None if the text of ``method`` omits no setting.
-
-    Raises:
-        BudgetTooSmall: no setting meets the budget.
     """
     parts, changed = method.split("+"), False
     for i, part in enumerate(parts):
@@ -141,11 +134,7 @@ DENSE = Variant("dense", "dense")
 
 
 def read_methods(texts: Sequence[str]) -> list[str]:
-    """Parse and check methods from the command line. Omit dense attention, which always runs.
-
-    Raises:
-        ConfigError, ArtefactError: a method, a setting or an artefact is invalid.
-    """
+    """Parse and check methods from the command line. Omit dense attention, which always runs."""
     methods = [method for text in texts for method in split_methods(text)]
     found = list(dict.fromkeys(method for method in methods if method != "dense"))
     for method in found:

@@ -64,7 +64,6 @@ class Collection:
         length: number of tokens in each text.
         queries: number of sampled queries per text.
         first: lowest position of a sampled query.
-        seed: random seed for sampling the queries.
     """
 
     folder: Path
@@ -86,16 +85,11 @@ class Collection:
 
     @property
     def bytes(self) -> int:
-        """Size of the complete folder in bytes."""
         shapes = [shape for layer in self.layer_shapes.values() for shape in self._shapes(layer).values()]
         return sum(2 * math.prod(shape) for shape in shapes)
 
     def texts(self, layer: int) -> Texts:
-        """Return the collected arrays of ``layer``. The arrays are mapped from the files, not loaded.
-
-        Raises:
-            ArtefactError: the files are missing or damaged.
-        """
+        """Return the collected arrays of ``layer``. The arrays are mapped from the files, not loaded."""
         layer_shape = self.layer_shapes[layer]
         try:
             arrays = {
@@ -171,19 +165,8 @@ def collect(
 
     Args:
         model: an mlx-lm model on which `enable` was not called.
-        layer_shapes: dict from the index of each layer to collect to its shape, from `find_layer_shapes`.
         windows: tokens of each text.
-        folder: an existing folder for the files.
-        queries: number of queries to sample from each text.
-        first: lowest position of a sampled query.
-        seed: seed for sampling the queries.
         key: hash of the inputs of the run.
-        progress: a progress bar that counts tokens.
-
-    Raises:
-        ArtefactError: the journal of an interrupted run is damaged.
-        ConfigError: the disk has too little free space.
-        OSError: the disk is full.
     """
     found = Collection(folder, layer_shapes, len(windows), len(windows[0]), queries, first, seed)
     journal = Journal(folder / "windows.jsonl", "train-saap", key, Done)
@@ -203,11 +186,6 @@ def collect(
 
 
 def _completed_texts(journal: Journal[Done], collection: Collection) -> int:
-    """Return the number of texts in the journal.
-
-    Raises:
-        ArtefactError: the texts in the journal are not the first texts of the collection in the same order.
-    """
     done = len(journal.results)
     entries = [(str(window), Done(collection.length)) for window in range(min(done, collection.windows))]
     if list(journal.results.items()) != entries:
@@ -259,9 +237,6 @@ def find_layer_shapes(model: nn.Module, dense_layers: int) -> dict[int, LayerSha
     """Return a dict from the index of each layer that can use SAAP to the shape of the layer.
 
     The first ``dense_layers`` attention layers are omitted.
-
-    Raises:
-        ConfigError: no layer can use SAAP. The message lists the reasons.
     """
     sources = find_sources(model)
     order = sorted(sources)
@@ -295,11 +270,7 @@ def find_layer_shapes(model: nn.Module, dense_layers: int) -> dict[int, LayerSha
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create ``folder``, and lock it while the ``with`` block runs.
-
-    Raises:
-        ConfigError: another run has locked the folder.
-    """
+    """Create ``folder``, and lock it while the ``with`` block runs."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         try:

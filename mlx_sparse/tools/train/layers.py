@@ -100,10 +100,8 @@ class Recipe:
     """Training parameters for one layer.
 
     Attributes:
-        buckets: number of k-means clusters per KV head.
         distances: minimum distances in tokens at which keys are far and queries are long-range.
         max_rows: largest number of training rows per head. The targets take ``2 * max_rows * buckets`` bytes per head.
-        seed: seed of k-means and of the sampled rows.
     """
 
     buckets: int
@@ -129,7 +127,6 @@ def make_centroids(texts: Texts, recipe: Recipe) -> Array:
 
 
 def _head_centroids(keys: Array, recipe: Recipe) -> Array:
-    """Cluster a sample of one head's ``keys (W, S, D)`` and return centroids ``(C, D)``. Sinks are excluded."""
     windows, S, D = keys.shape
     random, sinks = np.random.default_rng(recipe.seed), recipe.distances.sink_tokens
     share = min(-(-POINTS * recipe.buckets // windows), S - sinks)
@@ -143,11 +140,7 @@ def _head_centroids(keys: Array, recipe: Recipe) -> Array:
 
 
 def fit_centroids(keys: Array, buckets: int, *, seed: int = 0) -> Array:
-    """Cluster ``keys (n, D)`` and return ``buckets`` centroids ``(C, D)`` of length 1. No key may be a sink.
-
-    Raises:
-        ConfigError: there are more buckets than keys.
-    """
+    """Cluster ``keys (n, D)`` and return ``buckets`` centroids ``(C, D)`` of length 1. No key may be a sink."""
     if len(keys) > POINTS * buckets:
         keys = keys[np.sort(np.random.default_rng(seed).choice(len(keys), POINTS * buckets, replace=False))]
     return np.array(fit(mx.array(keys), buckets, seed=seed))
@@ -302,8 +295,6 @@ def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) 
 
     Args:
         rows: held-out rows.
-        layer: centroids and networks of the layer.
-        head: index of the KV head.
         scale: scale of the k-means router.
         trained_on: training rows of the network.
     """

@@ -35,7 +35,6 @@ class Spread:
 
     @classmethod
     def of(cls, queries: Sequence[np.ndarray]) -> Spread:
-        """Compute the mean and covariance of each head's queries ``(N, D)``."""
         means = np.stack([rows.mean(axis=0, keepdims=True, dtype=np.float64) for rows in queries])
         spread = [(rows - mean).T @ (rows - mean) / len(rows) for rows, mean in zip(queries, means, strict=True)]
         return cls(mx.array(means.astype(np.float32)), mx.array(np.stack(spread).astype(np.float32)))
@@ -54,9 +53,7 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
     Args:
         centroids: k-means centroids ``(Hkv, C, D)``.
         spread: mean and covariance of the queries. The initial gain and shift make batch norm the identity.
-        hidden: number of hidden units.
         scale: scale of the inner products of queries and centroids.
-        seed: seed of the random hidden units.
     """
     Hkv, _, D = centroids.shape
     folded = router(centroids, hidden, scale)
@@ -113,8 +110,6 @@ def fold(params: Params, spread: Spread, share: mx.array) -> Params:
     Return the four arrays that the artefact stores.
 
     Args:
-        params: parameters of the trained networks.
-        spread: mean and covariance of the training queries.
         share: ``(Hkv, C)`` share of the keys in each bucket. The networks learn the attention per bucket. Division by
             ``share`` gives the attention per key. The attention per key gives a higher recall for an equal number of
             keys.
@@ -145,8 +140,6 @@ class Training:
 
     Attributes:
         batch: number of rows per step and head.
-        rate: learning rate of the first step.
-        seed: seed of the initial networks and of the batches.
     """
 
     hidden: int
@@ -166,21 +159,14 @@ def has_enough_rows(rows: Rows) -> bool:
 
 
 def train_layer(
-    rows: Sequence[Rows],
-    centroids: Array,
-    training: Training,
-    *,
-    scale: float,
-    progress: tqdm = None,
+    rows: Sequence[Rows], centroids: Array, training: Training, *, scale: float, progress: tqdm = None
 ) -> Layer:
     """Train the query networks of a layer. Return the layer with its centroids and networks in float32.
 
     Args:
         rows: training rows of each KV head.
         centroids: k-means centroids ``(Hkv, C, D)``.
-        training: hyperparameters of the networks.
         scale: scale of the attention scores and of the k-means router.
-        progress: a progress bar that counts steps.
     """
     every = router(mx.array(centroids), training.hidden, scale)
     heads = [head for head, found in enumerate(rows) if has_enough_rows(found)]
@@ -195,13 +181,7 @@ def train_layer(
     return Layer(mx.array(centroids), **every)
 
 
-def _train(
-    rows: Sequence[Rows],
-    centroids: mx.array,
-    training: Training,
-    scale: float,
-    progress: tqdm,
-) -> Params:
+def _train(rows: Sequence[Rows], centroids: mx.array, training: Training, scale: float, progress: tqdm) -> Params:
     spread = Spread.of([found.queries for found in rows])
     params = start(centroids, spread, training.hidden, scale, training.seed)
     optimizer = Adam(training.rate, bias_correction=True)

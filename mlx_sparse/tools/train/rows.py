@@ -40,7 +40,6 @@ class Distances:
 
     @property
     def exact(self) -> int:
-        """Number of sink and recent tokens, which every query attends to."""
         return self.sink_tokens + self.recent_tokens
 
 
@@ -86,7 +85,6 @@ def best_distance(queries: Array, keys: Array, positions: Array, *, distances: D
         queries: ``(n, D)`` after RoPE, at ``positions (n,)``. Each query attends to the keys up to its position.
         keys: ``(S, D)`` of a whole text, after RoPE.
         positions: ``(n,)`` positions of the queries in the text.
-        distances: definition of the sinks.
     """
 
     def distance(at: mx.array, behind: mx.array, logits: mx.array) -> mx.array:
@@ -105,9 +103,6 @@ def bucket_mass(
     Args:
         queries, keys, positions: as in `best_distance`.
         ids: ``(S,)`` bucket of each key.
-        buckets: number of buckets.
-        distances: definition of far keys.
-        scale: scale of the attention scores.
     """
     bucket = mx.array(np.asarray(ids, np.int32))
 
@@ -124,10 +119,7 @@ def bucket_mass(
 
 
 def _by_chunks(
-    queries: Array,
-    keys: Array,
-    positions: Array,
-    of_chunk: Callable[[mx.array, mx.array, mx.array], mx.array],
+    queries: Array, keys: Array, positions: Array, of_chunk: Callable[[mx.array, mx.array, mx.array], mx.array]
 ) -> Array:
     """Call ``of_chunk(positions, distances to the keys, inner products)`` for one chunk of queries at a time.
 
@@ -168,14 +160,7 @@ class Rows:
 
 
 def long_range_rows(
-    texts: Texts,
-    ids: Array,
-    head: int,
-    *,
-    buckets: int,
-    distances: Distances,
-    max_rows: int,
-    seed: int = 0,
+    texts: Texts, ids: Array, head: int, *, buckets: int, distances: Distances, max_rows: int, seed: int = 0
 ) -> Rows:
     """Return at most ``max_rows`` training rows from all texts and all query heads of one KV head.
 
@@ -183,13 +168,7 @@ def long_range_rows(
     training on attention to later keys gives worse networks (docs/results/saap.md).
 
     Args:
-        texts: the collected texts.
         ids: ``(W, Hkv, S)`` bucket of each key.
-        head: index of the KV head.
-        buckets: number of buckets.
-        distances: definition of long-range keys and queries.
-        max_rows: largest number of rows.
-        seed: seed for sampling the rows.
     """
     windows, G = len(texts.rope_keys), texts.rope_queries.shape[1] // texts.heads
     share = -(-max_rows // windows)

@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 LONGEST = 32768  # default upper limit of the tokens of a text
+ROWS = 32768  # largest number of training rows per KV head
 REPORT = "report"  # metadata key in the file of a layer
 LIMITS: dict[str, tuple[int, int | None]] = {
     "buckets": (2, MAX_BUCKETS),
     "seed": (0, (1 << 32) - 1),
-    **dict.fromkeys(("steps", "windows", "queries", "rows", "recent_tokens"), (1, None)),
+    **dict.fromkeys(("steps", "windows", "queries", "recent_tokens"), (1, None)),
     **dict.fromkeys(("dense_layers", "sink_tokens", "farther_than"), (0, None)),
 }
 
@@ -73,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         "file for --attn saap:artefact=FILE, and reports the recall of each head on held-out text.",
         epilog="Example for texts that are shorter than the paper's: mlx-sparse train-saap --model MODEL --text A.txt "
         "B.txt -o model.saap.safetensors --context 8192 --recent-tokens 511 --farther-than 256 --buckets 128. "
-        "Memory: first the model and its cache of one text. Then, per KV head of one layer, --rows x --buckets x 2 "
-        "bytes, and --buckets x 1 KiB x head dim during clustering. Queries and keys are stored on disk. The command "
+        "Memory: first the model and its cache of one text. Then, per KV head of one layer, --buckets x 64 KiB, "
+        "and --buckets x 1 KiB x head dim during clustering. Queries and keys are stored on disk. The command "
         "checks the free space first. The same command resumes after an interruption.",
     )
     number: dict[str, Any] = {"metavar": "N", "type": int}
@@ -89,9 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--windows", default=8, help="largest number of training texts (default: 8)", **number)
     parser.add_argument("--queries", default=4096, help="sampled queries of each text (default: 4096)", **number)
-    parser.add_argument(
-        "--rows", default=32768, help="largest number of long-range queries per KV head (default: 32768)", **number
-    )
     parser.add_argument("--sink-tokens", default=1, help="first keys, always attended (default: 1)", **number)
     parser.add_argument("--recent-tokens", default=2047, help="last keys, always attended (default: 2047)", **number)
     parser.add_argument(
@@ -208,7 +206,7 @@ def _recipe(args: argparse.Namespace, layer_shapes: dict[int, LayerShape], texts
         raise ConfigError(f"--buckets: expected at most the number of keys, {keys:,}, got {args.buckets:,}.")
     hidden = check_int("--hidden", 2 * D if args.hidden is None else args.hidden, 2 * D, MAX_HIDDEN)
     training = Training(hidden, args.steps, seed=args.seed)
-    return Recipe(args.buckets, args.distances, training, args.rows, args.seed)
+    return Recipe(args.buckets, args.distances, training, ROWS, args.seed)
 
 
 def _collect(

@@ -56,17 +56,11 @@ class Decoding:
 
     @classmethod
     def resolve(cls, config: Any, model: nn.Module) -> Decoding:
-        """Return the decode method for ``config``. Resolve every "auto" for mlx-lm's ``model``.
-
-        Raises:
-            ConfigError: a setting is incompatible with the model, or cannot be exported.
-            ArtefactError: the artefact is damaged, or was trained for another model.
-        """
+        """Return the decode method for ``config``. Resolve every "auto" for mlx-lm's ``model``."""
         return cls(config)
 
     @property
     def has_body(self) -> bool:
-        """Return True if the operator has a function body, so that the native kernels are not needed."""
         return OPERATORS[self.operator].has_body
 
     @property

@@ -98,7 +98,6 @@ class SaapDecoding(Decoding):
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Head dim, number of buckets, and number of query network weights per KV head."""
         layer = next(iter(self.layers.values()))
         heads, buckets, D = layer.centroids.shape
         network = layer.arrays()
@@ -106,12 +105,7 @@ class SaapDecoding(Decoding):
 
 
 def _saap_layers(config: SAAP, model: nn.Module) -> Mapping[int, artefact.Layer]:
-    """Load the artefact of ``config``. Return a dict from layer number to `Layer` for the layers that use SAAP.
-
-    Raises:
-        ArtefactError: the artefact is damaged, or was trained for another model.
-        ConfigError: the artefact does not exist or has too few buckets, or no layer can use SAAP.
-    """
+    """Load the artefact of ``config``. Return a dict from layer number to `Layer` for the layers that use SAAP."""
     if config.mode == "online":
         raise ConfigError(
             "mode: expected trained, because an exported file cannot fit centroids, got online. "

@@ -16,11 +16,7 @@ SHORT_PROMPT, SHORT_BLOCK = 160, 32  # prompt length and block size of `shortene
 
 
 def resolve(config: Sample, max_length: int) -> Sample:
-    """Return ``config`` with one setting for all context lengths, because the attributes of an operator are constant.
-
-    Raises:
-        ConfigError: context ranges within ``max_length`` have different settings, or ``dense_above`` is set.
-    """
+    """Return ``config`` with one setting for all context lengths, because an operator has constant attributes."""
     if config.dense_above not in ("auto", 1):
         raise ConfigError(
             "dense_above: expected auto or 1, because an exported file uses its block lists at every density, got "

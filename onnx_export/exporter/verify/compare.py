@@ -56,14 +56,8 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
 
     Args:
         model: the model before ``lower`` was applied.
-        folder: the folder of model.onnx and its data.
-        expected: logits that MLX computed, and tolerances.
-        target: settings of the exported file.
         lower: function that transformed ``model`` before the file was written, such as `inline`. `compare` also
             applies this function to the copy.
-
-    Raises:
-        ArtefactError: the logits differ by more than the tolerance.
     """
     logits = expected.logits
     native = "off" if target.decode.has_body else "auto"
@@ -86,10 +80,7 @@ def compare(model: onnx.ModelProto, folder: Path, expected: Expected, target: Ta
         if is_sparse:
             median = _median_error(got[1], logits[2], logits[1], expected.sparse, where="sparse attention")
     of_long: list[float | None] = []
-    longer = (
-        (expected.sampled, "a sampled prompt"),
-        (expected.coded, "int4 scoring keys"),
-    )
+    longer = ((expected.sampled, "a sampled prompt"), (expected.coded, "int4 scoring keys"))
     for long, where in longer:
         if long is None:
             of_long.append(None)
@@ -110,9 +101,6 @@ def _median_error(got: Array, wanted: Array, dense: Array, allowed: float, *, wh
     Rounding may change the selection between keys or blocks with almost equal scores. Such changes are rare, so they do
     not affect the median. A single row may therefore differ by ``allowed`` plus the largest difference between
     ``wanted`` and ``dense`` in this row.
-
-    Raises:
-        ArtefactError: the median exceeds ``allowed``, or a row exceeds its limit.
     """
     error = np.abs(got - wanted).max(axis=1)
     median = float(np.median(error))
@@ -129,17 +117,11 @@ def _disagreement(where: str, error: float, allowed: float) -> ArtefactError:
 
 
 def _steps(file: File, tokens: Array) -> list[Array]:
-    """Return the logits after a prefill of `PROMPT` tokens, and the logits after one more token."""
     return [file.step(tokens[:, begin:end]).copy() for begin, end in ((0, PROMPT), (PROMPT, PROMPT + 1))]
 
 
 class File(Runner):
-    """A runner whose ``max_length`` is the full capacity of the caches.
-
-    Raises:
-        ConfigError: the caches do not fit into memory.
-        ArtefactError: the file does not load or run.
-    """
+    """A runner whose ``max_length`` is the full capacity of the caches."""
 
     def __init__(self, path: Path, rows: int, native: str) -> None:
         super().__init__(path, native=native, batch=rows)

@@ -85,9 +85,6 @@ def reference(model: nn.Module, target: Target) -> Expected:
     """Compute logits and tolerances on the CPU, because Metal's matrix products may be less exact than float32.
 
     This function rounds the parameters of ``model`` in place, as the exporter does for the file.
-
-    Raises:
-        ArtefactError: the logits are not finite.
     """
     with mx.stream(mx.cpu), _layer_by_layer(model):
         return _reference(model, target)
@@ -300,11 +297,9 @@ def _attention_of(model: nn.Module, wrap: Callable[[Attention], Attention]) -> l
     return [(module, ATTENTION, wrap(getattr(module, ATTENTION))) for module in modules]
 
 
-def _run_chunks(model: nn.Module, chunks: Sequence[Array], cache: Any) -> Array:
-    """Run ``chunks`` in successive calls with one cache. Return the logits (rows, vocabulary) of the last call."""
+def _run_chunks(model: nn.Module, chunks: Sequence[Array], cache: list[object]) -> Array:
     return [_run(model, chunk, cache) for chunk in chunks][-1]
 
 
-def _run(model: nn.Module, tokens: Array, cache: Any) -> Array:
-    """Run one call and return the logits (rows, vocabulary) of its last token."""
+def _run(model: nn.Module, tokens: Array, cache: list[object]) -> Array:
     return np.array(model(mx.array(tokens), cache=cache)[:, -1])

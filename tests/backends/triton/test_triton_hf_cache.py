@@ -137,7 +137,7 @@ def test_codes_and_keys_replace_each_other() -> None:
     layer = hf.SparQLayer()
     layer.update(*states(2, 2, 300))
     assert_codes(layer)
-    few = layer.buffers.codes.nbytes
+    few = layer.buffers.codes.coded.nbytes
     assert (
         few == layer.buffers.keys.nbytes // 8 * 9 // 8 + 2 * 2 * 32 * 4
     )  # 4.5 of 32 bits per number, and the float32 center
