@@ -62,3 +62,19 @@ def test_referenced_scripts_exist(workflow: Path) -> None:
         assert path.is_file(), name
         if path.suffix == ".sh" and "bash" not in before:
             assert path.stat().st_mode & 0o111, f"{name} is not executable"
+
+
+def test_metal_runs_on_three_systems() -> None:
+    text = (ROOT / ".github" / "workflows" / "metal.yml").read_text()
+    gpu = text[text.index("\n  gpu:") : text.index("\n  texts:")]
+    assert "os: [macos-14, macos-15, macos-26]" in gpu
+    assert re.search(r"MLX_SPARSE_REQUIRE: metal\b", gpu)  # read by tests/testing/fixtures_msl.py
+    runs = dict(re.findall(r"run: scripts/metal_tests\.sh (\w+) (.*)$", gpu, re.M))
+    assert runs["kernels"].endswith(" -k metal")
+    folders = [ROOT / name for name in runs["kernels"].split()[:-2]]
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if "\nfrom adapters import " in path.read_text():
+            assert any(path.is_relative_to(folder) for folder in folders), f"Metal runs no test of {path}"
+    assert all(any(ROOT.glob(paths)) for paths in runs["lm"].split())
+    assert "metal_device.py" in gpu
+    assert "continue-on-error" not in text

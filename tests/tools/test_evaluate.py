@@ -256,25 +256,6 @@ def test_combined_methods_are_sparse_in_both_stages() -> None:
     assert short.trials(Variant(both, both))[0].outcome.bits == pytest.approx(nats / math.log(2) / 2, rel=1e-4)
 
 
-def test_journaled_results_are_not_run_again(tmp_path: Path) -> None:
-    tried = []
-
-    class Subject:
-        depths, digests = (None,), ("0",)
-
-        def trials(self, variant: Variant) -> list[Trial]:
-            tried.append(variant.attn)
-            return [Trial(Outcome(1.5, 0.5, 1.0, -1e-9), variant.attn, density=[0.25, 0.5], recall=[0.1, 0.2, 0.3])]
-
-    def again(*methods: str) -> list[Row]:
-        return run([Subject()], *methods, journal=Journal(tmp_path / "results", "eval", "key", Trial))
-
-    first, second = again("sparq"), again("sparq", "streaming")
-    assert tried == ["dense", "sparq", "streaming"]
-    assert str(second[:2]) == str(first)  # compared as text: the error of one example is NaN
-    assert second[1].density == [0.25, 0.5]
-
-
 def test_results_depend_on_the_tokens(tmp_path: Path) -> None:
     """Test that a changed task or batch does not reuse earlier results, which are stored by tokens."""
     model, path, counts = build(), tmp_path / "results", []
