@@ -347,9 +347,9 @@ def test_threshold_comes_from_the_user_or_the_model(monkeypatch: pytest.MonkeyPa
 def test_component_score_depends_on_the_shapes_of_queries_and_keys(G: int, score: str) -> None:
     cache = sparq_cache("llama", "sparq:rank=16")
     with torch.no_grad():
-        rows = cache.update(*states(1, 2, 9, D=64), 0)
-        module = torch.nn.Module()  # gpt_bigcode has no num_key_value_groups
-        attention.attention(module, torch.ones(1, 2 * G, 1, 64, device=DEVICE), *rows, None)
+        rows = cache.update(*states(1, 1, 9, D=64), 0)
+        module = torch.nn.Module()  # gpt_bigcode has one KV head and no num_key_value_groups
+        attention.attention(module, torch.ones(1, G, 1, 64, device=DEVICE), *rows, None)
     assert cache.attn.component_score == score
 
 
