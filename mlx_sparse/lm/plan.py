@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -115,8 +115,8 @@ class Plan:
     def count_in(self, report: Report) -> None:
         """Count later calls in ``report``, which belongs to an earlier plan for the same model and methods."""
         if report is not self.report:
-            same = "backend layers served_layers dense_layers crossovers part kv_heads"
-            for name in same.split():
+            facts = {field.name for field in fields(Report)} - {field.name for field in fields(Counts)}
+            for name in facts - {"model", "_counting"}:  # the user names the model, and earlier calls may be in flight
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 

@@ -4,7 +4,7 @@ A model applies RoPE before it passes queries and keys to attention. `Recorder` 
 RoPE modules. It returns the exact input array for a recorded output array, and computes nothing. `inverse` computes
 the inverse RoPE for rows that are scaled after RoPE, and for keys that were not recorded, as in a loaded prompt cache.
 `find_sources` finds out whether `Recorder` or `inverse` works for each layer, and returns a `Source` per layer.
-`observe` reports the attention calls of a model that is not enabled.
+`visit_calls` reports the attention calls of a model that is not enabled.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _only_scaled(call: Call, array: mx.array, position: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Attention call of a model that is not enabled, as `observe` reports the call.
+    """Attention call of a model that is not enabled, as `visit_calls` reports the call.
 
     Attributes:
         layer: index of the layer's cache among the model's caches; -1 if the model does not list the cache.
@@ -288,7 +288,7 @@ class _Observer:
                 del cache.update_and_fetch
 
 
-def observe(
+def visit_calls(
     model: nn.Module, tokens: mx.array, caches: list[object], visit: Callable[[Seen], None], recorder: Recorder
 ) -> mx.array:
     """Run ``model`` on ``tokens``, call ``visit`` before each attention call, and return the logits.
@@ -327,7 +327,7 @@ def find_sources(model: nn.Module, visit: Callable[[Seen], None] | None = None) 
     if the layer changes queries or keys after RoPE.
 
     Args:
-        visit: function that receives each attention call, as in `observe`.
+        visit: function that receives each attention call, as in `visit_calls`.
     """
     caches = new_caches(model)
     sources: dict[int, Source | str] = {}
@@ -342,7 +342,7 @@ def find_sources(model: nn.Module, visit: Callable[[Seen], None] | None = None) 
     # Run a pipeline stage without the other ranks, which do not call this function. The input does not matter.
     with Recorder(model) as recorder, without_pipeline(model):
         for position in range(2):
-            observe(model, mx.array([[position]], mx.int32), caches, find, recorder)
+            visit_calls(model, mx.array([[position]], mx.int32), caches, find, recorder)
     return sources
 
 

@@ -24,6 +24,7 @@ from mlx_lm.utils import load_model
 from tiny_models import FAMILIES, EveryStepSparQ, build, greedy, prompt_of, write
 
 import mlx_sparse
+from mlx_sparse.api.call_report import Counts
 from mlx_sparse.cache.kv_cache import SparseKVCache
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import SAMPLED_STEPS, Call, active
@@ -327,3 +328,16 @@ def test_threads_use_the_methods_of_their_own_models(dense: list[int]):
     tokens, report = results["sparse"]
     assert tokens == [tokens[0]] * 5 != [dense] * 5
     assert report.sparse_calls == 5 * LAYERS * STEPS
+
+
+def test_a_report_of_an_earlier_plan_takes_every_fact_and_counts_later_calls():
+    first, again = build(), build()
+    report = mlx_sparse.enable(first, SPARSE)
+    tokens_of(first)
+    report.model = "mine"
+    later, facts = mlx_sparse.enable(again, SPARSE), set(vars(report)) - set(vars(Counts())) - {"model", "_counting"}
+    plan_of(again).count_in(report)
+    assert facts > {"crossovers", "part", "weight_bytes"}
+    assert all(getattr(report, name) == getattr(later, name) for name in facts)
+    tokens_of(again)
+    assert (report.model, report.sparse_calls, later.sparse_calls) == ("mine", 2 * LAYERS * STEPS, 0)

@@ -15,7 +15,7 @@ from tiny_models import FAMILIES, build, prompt_of
 
 from mlx_sparse.core import reasons
 from mlx_sparse.lm import rope as rope_module
-from mlx_sparse.lm.rope import Recorder, Seen, Source, find_sources, inverse, irreversible, observe, ropes, rotate
+from mlx_sparse.lm.rope import Recorder, Seen, Source, find_sources, inverse, irreversible, ropes, rotate, visit_calls
 
 D = 64
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -128,7 +128,7 @@ def seen_before_rope(model: Any, chunks: tuple[int, ...]) -> tuple[list[tuple[Se
 
         prompt = prompt_of(sum(chunks))
         for start, length in zip(range(0, 100, chunks[0]), chunks, strict=False):
-            mx.eval(observe(model, mx.array([prompt[start : start + length]]), caches, visit, recorder))
+            mx.eval(visit_calls(model, mx.array([prompt[start : start + length]]), caches, visit, recorder))
     return calls, caches
 
 
@@ -197,7 +197,7 @@ def test_scale_after_rope_is_kept_by_the_inverse():
             assert largest_error(before, call.before * scale.mean(axis=-1, keepdims=True)) <= 1e-6
             checked += 1
 
-        observe(model, mx.array([prompt_of(100)]), caches, visit, recorder)
+        visit_calls(model, mx.array([prompt_of(100)]), caches, visit, recorder)
     assert checked == 2
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...checks import ArtefactError, ConfigError
-from ...lm.rope import Recorder, Seen, Source, find_sources, observe
+from ...lm.rope import Recorder, Seen, Source, find_sources, visit_calls
 from ...model_info import leaves
 from ..evaluate.journal import Journal
 from .rows import Texts
@@ -228,7 +228,7 @@ def _run(
             missing.update(collection.layer_shapes)
             # The layers above the last collected layer need not run.
             with suppress(_CollectionComplete):
-                observe(model, mx.array([chunk]), caches, visit, recorder)
+                visit_calls(model, mx.array([chunk]), caches, visit, recorder)
             mx.eval([leaf.state for leaf in needed])
             progress.update(len(chunk))
 
@@ -261,7 +261,7 @@ def find_layer_shapes(model: nn.Module, dense_layers: int) -> dict[int, LayerSha
             layer_shapes[seen.layer] = LayerShape(seen.layer, Hq, Hkv, D, seen.scale)
 
     with Recorder(model) as recorder:
-        observe(model, mx.array([[0]]), caches, visit, recorder)
+        visit_calls(model, mx.array([[0]]), caches, visit, recorder)
     if not layer_shapes:
         counted = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
         raise ConfigError(f"--model: expected an attention layer that SAAP can serve, got {counted or 'none'}.")
