@@ -25,7 +25,7 @@ from mlx_sparse.tools.bench import inputs
 from mlx_sparse.tools.bench.core import Case, Request, Variant, check_memory
 
 from .build import operator_model
-from .defaults import CHUNK, lanes_for
+from .defaults import PREFILL_CHUNK, lanes_for
 from .operators import CODE_RECORD, coded_axes
 from .runtime import memory, native
 
@@ -240,11 +240,11 @@ class OrtStep(OrtVariant):
 
 
 class OrtPrefill(OrtVariant):
-    """Variant that runs prefill in one call. Only dense attention's function body uses chunks of `CHUNK` tokens."""
+    """Variant that runs prefill in one call, except that dense function bodies use chunks of `PREFILL_CHUNK` tokens."""
 
     def prepare(self) -> None:
         case, prompt, common = self.case, self.shared, self.common(C=self.case.S)
-        chunk = CHUNK if self.config is None and self.backend == "standard" else case.S
+        chunk = PREFILL_CHUNK if self.config is None and self.backend == "standard" else case.S
         if self.config is None:
             self.load(operator_model("CachedAttention", **common, window=0))
         else:

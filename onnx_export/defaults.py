@@ -16,7 +16,7 @@ LANES = (4096, 2048, 1024, 512, 256, 128, 64)
 ENOUGH_SAVED, SAAP_ENOUGH_SAVED = 1 << 19, 1 << 20
 BUCKET_READ_COST = 0.2  # cost of reading the bucket of a key in SAAP's function body, relative to attending to the key
 # Tokens per prefill chunk. SampleAttention scores one row block per chunk, so its chunks are as long as in mlx-lm.
-CHUNK, SAMPLE_CHUNK = 512, 2048
+PREFILL_CHUNK, SAMPLE_CHUNK = 512, 2048
 # Number of keys below which prefill stays dense if `dense_below` is "auto". At this length and longer, SampleAttention
 # over half of the blocks was faster than dense attention, both as function bodies and with native kernels.
 SAMPLE_BELOW = 2048

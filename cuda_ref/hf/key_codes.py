@@ -12,7 +12,7 @@ from ..torch_functions import code_groups, key_spread
 from .running_statistics import outside_inference_mode
 
 BYTES = GROUP // 2  # bytes of codes per group and component
-CHUNK = 2048  # maximum number of rows that are quantized at a time, which limits the float32 copies
+QUANTIZED_ROWS = 2048  # maximum number of rows that are quantized at a time, which limits the float32 copies
 
 
 class Codes:
@@ -54,8 +54,8 @@ class Codes:
             self._grow(keys.shape[2] // GROUP)
         for sequences, first in self._runs:
             full = _full(length, first)
-            for start in range(_full(self.length, first), full, CHUNK // GROUP):
-                stop = min(start + CHUNK // GROUP, full)
+            for start in range(_full(self.length, first), full, QUANTIZED_ROWS // GROUP):
+                stop = min(start + QUANTIZED_ROWS // GROUP, full)
                 codes, lo, step, center = (array[sequences] for array in self.coded)
                 new = code_groups(
                     keys[sequences, :, first + start * GROUP : first + stop * GROUP], center=center if start else None

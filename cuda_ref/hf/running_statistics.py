@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-CHUNK = 8192  # maximum number of rows that are merged at a time, which limits the float32 copies
-BLOCK = 256  # number of rows from one mark (copy of the state) to the next
+MERGED_ROWS = 8192  # maximum number of rows that are merged at a time, which limits the float32 copies
+MARK_ROWS = 256  # number of rows from one mark (copy of the state) to the next
 
 
 def outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,10 +109,10 @@ class RunningStatistics:
         Args:
             left_padding: ``(B,)`` first valid row of each sequence, equal in all calls. Rows before it are ignored.
         """
-        full = length // BLOCK * BLOCK
+        full = length // MARK_ROWS * MARK_ROWS
         if self.state.length < full:
             self._restore_mark()
-            for stop in (full - BLOCK, full):
+            for stop in (full - MARK_ROWS, full):
                 if stop > self.state.length:
                     self._merge_rows(buffer, stop, left_padding)
                     self.marks = [*self.marks, self._mark()][-2:]
@@ -123,8 +123,8 @@ class RunningStatistics:
         return self.state.copy()
 
     def _merge_rows(self, buffer: torch.Tensor, stop: int, left_padding: torch.Tensor | None) -> None:
-        for first in range(self.state.length, stop, CHUNK):
-            last = min(first + CHUNK, stop)
+        for first in range(self.state.length, stop, MERGED_ROWS):
+            last = min(first + MERGED_ROWS, stop)
             valid = None
             if left_padding is not None:
                 positions = torch.arange(first, last, device=buffer.device)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mlx import nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
-CHUNK = 512  # tokens of a prefill chunk in `compare`; small, so that the progress bar also moves on a CPU
+PREFILL_CHUNK = 512  # tokens of a prefill chunk in `compare`; small, so that the progress bar also moves on a CPU
 TURNS = 2  # number of dense runs and of sparse runs, which alternate; the steps of all runs count
 
 
@@ -229,7 +229,7 @@ def prefill(
     update: Update,
     *,
     later: int = 0,
-    chunk: int = CHUNK,
+    chunk: int = PREFILL_CHUNK,
 ) -> int:
     """Prefill ``tokens`` in chunks. Stop before a chunk that would exceed ``seconds``, but always run the first chunk.
 

@@ -13,7 +13,7 @@ import onnx
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.files import replace_file
 
-from ..defaults import CHUNK
+from ..defaults import PREFILL_CHUNK
 from ..operators import RECURRENT
 
 CONFIG = "genai_config.json"
@@ -72,7 +72,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         },
     }
     # Prefill in chunks limits the memory of a call.
-    chunk = int(metadata.get("mlx_sparse.prefill_chunk", CHUNK))
+    chunk = int(metadata.get("mlx_sparse.prefill_chunk", PREFILL_CHUNK))
     search = {"do_sample": False, "max_length": length, "past_present_share_buffer": True, "chunk_size": chunk}
     _write(folder, {"model": model, "search": search})
 

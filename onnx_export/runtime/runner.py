@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from mlx_sparse.checks import ArtefactError, ConfigError, ShapeError, check_int
 
 from .. import build
-from ..defaults import CHUNK
+from ..defaults import PREFILL_CHUNK
 from ..domain import DOMAIN, SPEC
 from ..operators import RECURRENT
 from . import memory
@@ -67,7 +67,7 @@ class Runner:
         states, vocabulary = _states(self.path, proto.graph)
         self._capacity = states["past_key_values.0.key"][1][2]
         self.max_length = _number(self.path, self.metadata, "max_length", self._capacity)
-        self._chunk = CHUNK
+        self._chunk = PREFILL_CHUNK
         if "mlx_sparse.prefill_chunk" in self.metadata:
             self._chunk = _number(self.path, self.metadata, "prefill_chunk", MAX_CHUNK)
         ours = any(opset.domain == DOMAIN for opset in proto.opset_import)  # False for files exported with --inline

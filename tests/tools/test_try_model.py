@@ -20,7 +20,7 @@ from mlx_sparse.calibrate import Calibration
 from mlx_sparse.core.base import NEVER
 from mlx_sparse.methods import parse
 from mlx_sparse.tools import comparison
-from mlx_sparse.tools.comparison import CHUNK, Comparison, compare, encode_prompt, prefill
+from mlx_sparse.tools.comparison import PREFILL_CHUNK, Comparison, compare, encode_prompt, prefill
 from mlx_sparse.tools.try_model import AFTER_KEY, KEY, MARGIN, QUESTION, advice, show, split_text
 
 TEXT = " ".join(f"w{i % 90}" for i in range(700))
@@ -66,12 +66,12 @@ def test_key_is_before_the_last_characters_of_the_text() -> None:
 
 
 def test_prefill_stops_before_it_exceeds_the_time() -> None:
-    model, tokens = build(), prompt_of(2 * CHUNK + 10)
+    model, tokens = build(), prompt_of(2 * PREFILL_CHUNK + 10)
     seen: list[int] = []
     cache = make_prompt_cache(model)
-    assert prefill(model, cache, tokens, 0.0, seen.append) == cache[0].offset == CHUNK
-    assert prefill(model, cache, tokens[CHUNK:], 1e9, seen.append) == CHUNK + 10
-    assert (seen, cache[0].offset) == ([CHUNK, CHUNK, CHUNK + 10], len(tokens))
+    assert prefill(model, cache, tokens, 0.0, seen.append) == cache[0].offset == PREFILL_CHUNK
+    assert prefill(model, cache, tokens[PREFILL_CHUNK:], 1e9, seen.append) == PREFILL_CHUNK + 10
+    assert (seen, cache[0].offset) == ([PREFILL_CHUNK, PREFILL_CHUNK, PREFILL_CHUNK + 10], len(tokens))
 
 
 def test_both_answers_continue_the_same_prompt(folder: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from ...checks import ConfigError
 
 ITERATIONS = 10
-CHUNK = 1 << 25  # maximum number of key-centroid products in memory at once: 128 MiB
+PRODUCTS_AT_ONCE = 1 << 25  # maximum number of key-centroid products in memory at once: 128 MiB
 
 
 def saap_assign(keys: mx.array, centroids: mx.array) -> mx.array:
@@ -21,7 +21,7 @@ def saap_assign(keys: mx.array, centroids: mx.array) -> mx.array:
     *heads, n, _ = keys.shape
     if n == 0:
         return mx.zeros((*heads, 0), mx.int32)
-    step = max(CHUNK // (math.prod(heads) * centroids.shape[-2]), 1)
+    step = max(PRODUCTS_AT_ONCE // (math.prod(heads) * centroids.shape[-2]), 1)
     directions = centroids.astype(mx.float32).swapaxes(-1, -2)
     ids = []
     for start in range(0, n, step):

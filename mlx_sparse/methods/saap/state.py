@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Number of keys per bucket to which the online mode fits centroids. More keys change the centroids little.
 KEYS_PER_BUCKET = 64
 # Number of rows that are converted to pre-RoPE keys and assigned to buckets at a time.
-CHUNK = 4096
+ASSIGNED_ROWS = 4096
 # Number of decode steps whose keys are assigned to buckets together, with one read of the centroids. Pending keys are
 # slices of larger arrays, such as a joint QKV projection, and keep up to this number of rows of these arrays in memory.
 PENDING_ROWS = 64
@@ -178,8 +178,8 @@ class BucketIndex(State):
 
     def _complete_ids(self, cache: SparseCache) -> None:
         self._assign_pending()
-        for start in range(self.assigned, cache.length, CHUNK):
-            stop = min(start + CHUNK, cache.length)
+        for start in range(self.assigned, cache.length, ASSIGNED_ROWS):
+            stop = min(start + ASSIGNED_ROWS, cache.length)
             mx.eval(self._assign(self._pre_rope_keys(cache, slice(None), start, stop)))
 
     def _pre_rope_keys(self, cache: SparseCache, sequences: slice, start: int, stop: int) -> mx.array:
@@ -202,8 +202,8 @@ class BucketIndex(State):
             mx.eval(self.centroids)
             if self.ids is not None:
                 one, known = slice(b, b + 1), self.assigned
-                for begin in range(0, known, CHUNK):
-                    end = min(begin + CHUNK, known)
+                for begin in range(0, known, ASSIGNED_ROWS):
+                    end = min(begin + ASSIGNED_ROWS, known)
                     keys = self._pre_rope_keys(cache, one, begin, end)
                     self.ids[one, :, begin:end] = _nearest(keys, self.centroids[one])
                     mx.eval(self.ids)

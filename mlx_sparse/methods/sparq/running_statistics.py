@@ -11,11 +11,11 @@ from ...core.attend.ops import valid_keys
 from ...core.packed_rows import Rows
 
 # Number of rows that are summed together, to limit rounding errors. Longer trims restore the state after a block.
-BLOCK = 128
+MARK_ROWS = 128
 # Number of decode steps whose states are stored, so that removing a rejected draft needs no new sums.
 STEPS = 16
 # Number of rows that prefill sums at a time, to limit the memory of the float32 copies.
-CHUNK = 8192
+MERGED_ROWS = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +39,8 @@ class RunningStatistics:
 
     Rows are never subtracted from a sum, because a NaN would remain in the sum, and a large number would leave a
     rounding error. Instead, a trim restores an earlier state, and the next step adds the rows after that state again.
-    If fewer than `STEPS` steps are trimmed, usually no rows must be added again. If up to `BLOCK` rows are trimmed,
-    fewer than `BLOCK` rows must be added again. If no earlier state is left, the next step sums all rows again.
+    If fewer than `STEPS` steps are trimmed, usually no rows must be added again. If up to `MARK_ROWS` rows are trimmed,
+    fewer than `MARK_ROWS` rows must be added again. If no earlier state is left, the next step sums all rows again.
 
     A decode step adds one row in one kernel launch. The step that fills a block sums the rows of the block again, which
     removes the rounding errors of the single additions.
@@ -51,7 +51,7 @@ class RunningStatistics:
         spread: True to compute the standard deviation in addition to the mean.
 
     Attributes:
-        blocks: states at the ends of the last two blocks of `BLOCK` rows.
+        blocks: states at the ends of the last two blocks of `MARK_ROWS` rows.
         steps: up to `STEPS` states after the last block, one for each call of `extend`.
     """
 
@@ -79,10 +79,14 @@ class RunningStatistics:
     def extend(self, buffer: Rows, S: int) -> None:
         """Add rows of ``buffer (B, Hkv, capacity, D)`` until the statistics cover the rows ``[0, S)``."""
         self.rewind(S)
-        full = S // BLOCK * BLOCK
+        full = S // MARK_ROWS * MARK_ROWS
         if self.state.length < full:
             self.steps = []
-            for stop in (*range(self.state.length + CHUNK, full - BLOCK, CHUNK), full - BLOCK, full):
+            for stop in (
+                *range(self.state.length + MERGED_ROWS, full - MARK_ROWS, MERGED_ROWS),
+                full - MARK_ROWS,
+                full,
+            ):
                 if stop > self.state.length:
                     self.blocks = [*self.blocks, self._with_rows(buffer, stop)][-2:]
         if self.state.length < S:

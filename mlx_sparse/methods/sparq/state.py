@@ -22,7 +22,7 @@ ROW_MULTIPLE = 64
 # The same alignment for int4 codes, as a number of groups.
 GROUPS_MULTIPLE = 4
 # Number of rows that prefill quantizes and evaluates at a time, to limit the memory of the float32 copies.
-CHUNK = 2048
+QUANTIZED_ROWS = 2048
 
 
 class SparQState(State):
@@ -209,8 +209,8 @@ class Codes:
         if self.coded is None or self.coded.lo.shape[-1] < new:
             self._grow(keys)
         assert self.coded is not None
-        for start in range(old, new, CHUNK // GROUP):
-            stop = min(start + CHUNK // GROUP, new)
+        for start in range(old, new, QUANTIZED_ROWS // GROUP):
+            stop = min(start + QUANTIZED_ROWS // GROUP, new)
             made = code_groups(
                 keys[sequences, :, first + start * GROUP : first + stop * GROUP],
                 center=self.coded.center[sequences] if start else None,

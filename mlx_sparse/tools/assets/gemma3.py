@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ...checks import ArtefactError
 from ...extras import require
 from ...files import cache_directory
-from .smollm2 import BLOCK, SPECIAL_TOKEN, join, mlx_name, write_model
+from .smollm2 import BLOCK_NAMES, SPECIAL_TOKEN, join, mlx_name, write_model
 from .store import build_directory, check_file, fetch, write_json
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 NAME = "gemma-3-270m-f32-v1"  # change the version when the output of the conversion changes
 
 # Tensor names of Gemma's blocks that are different or missing in the llama family.
-GEMMA_BLOCK = BLOCK | {
+GEMMA_BLOCK = BLOCK_NAMES | {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",

@@ -25,7 +25,7 @@ NAME = "smollm2-135m-instruct-f32-v1"  # change the version when the output of t
 
 # Tensor names in GGUF, and their names in mlx-lm.
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-BLOCK = {
+BLOCK_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -148,7 +148,7 @@ def unpermute(weight: mx.array, heads: int) -> mx.array:
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def mlx_name(stem: str, block: Mapping[str, str] = BLOCK) -> str:
+def mlx_name(stem: str, block: Mapping[str, str] = BLOCK_NAMES) -> str:
     """Convert a GGUF tensor name to mlx-lm's name: ``blk.3.attn_q`` -> ``model.layers.3.self_attn.q_proj``."""
     try:
         if stem.startswith("blk."):

@@ -36,7 +36,7 @@ ONNX = "mlx_sparse.onnx_export.bench_generate"  # imported by name, because mlx_
 RUNTIMES = ("mlx", "onnx")
 LENGTHS, MAX_TOKENS, REPEAT = "2k,4k", 32, 3
 DENSE = "dense"
-CHUNK = 2048  # tokens of a prefill chunk, as in mlx_lm.generate
+PREFILL_CHUNK = 2048  # tokens of a prefill chunk, as in mlx_lm.generate
 
 
 @dataclass(frozen=True)
@@ -182,12 +182,12 @@ class Answer(Generation):
             """Show no progress, because it would be timed."""
 
         model, method, details = self._model, self.row.method, self.row.details
-        calibration = Calibration(measures=True, chunk=CHUNK)
+        calibration = Calibration(measures=True, chunk=PREFILL_CHUNK)
         report = None if method == DENSE else enable(model, method, calibration=calibration)
         try:
             cache, start = make_prompt_cache(model), time.perf_counter()
             mx.reset_peak_memory()
-            prefill(model, cache, self._prompt[:-1], math.inf, ignore, chunk=CHUNK)
+            prefill(model, cache, self._prompt[:-1], math.inf, ignore, chunk=PREFILL_CHUNK)
             self.speeds["prompt"].append((len(self._prompt) - 1) / (time.perf_counter() - start))
             peak = mx.get_peak_memory()
             found = decode(model, self._tokenizer, cache, self._prompt[-1:], self._most, ignore)

@@ -14,7 +14,7 @@ import numpy as np
 from ...checks import check_int
 
 Array = np.ndarray
-CHUNK = 1 << 23  # scores in memory at a time; 32 MiB for each temporary array
+SCORES_AT_ONCE = 1 << 23  # scores in memory at a time; 32 MiB for each temporary array
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _by_chunks(
     """
     every = mx.array(np.asarray(keys, np.float32))
     order = np.argsort(positions, kind="stable")
-    size = max(CHUNK // len(keys), 1)
+    size = max(SCORES_AT_ONCE // len(keys), 1)
     found = []
     for start in range(0, len(order), size):
         rows = order[start : start + size]

@@ -51,7 +51,7 @@ def test_chunked_prefill_equals_one_call(method: str, monkeypatch: pytest.Monkey
     whole = model.prefill(PROMPT).copy()
     after = model.step([[5]]).copy()
     model.reset()
-    monkeypatch.setattr(runner, "CHUNK", 33)
+    monkeypatch.setattr(runner, "PREFILL_CHUNK", 33)
     assert np.abs(model.prefill(PROMPT) - whole).max() <= 1e-5 * np.abs(whole).max()
     assert np.abs(model.step([[5]]) - after).max() <= 1e-5 * np.abs(after).max()
 

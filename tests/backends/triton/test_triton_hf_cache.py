@@ -13,8 +13,8 @@ from cases import ulp
 from mlx_sparse.cuda_ref import hf
 from mlx_sparse.cuda_ref.hf import attention
 from mlx_sparse.cuda_ref.hf.buffers import ROW_MULTIPLE
-from mlx_sparse.cuda_ref.hf.key_codes import CHUNK
-from mlx_sparse.cuda_ref.hf.running_statistics import BLOCK
+from mlx_sparse.cuda_ref.hf.key_codes import QUANTIZED_ROWS
+from mlx_sparse.cuda_ref.hf.running_statistics import MARK_ROWS
 from torch_arrays import to_numpy
 
 from mlx_sparse import oracle
@@ -129,7 +129,7 @@ def test_codes_follow_the_cache(change: str, first: tuple[int, ...] | None) -> N
 @pytest.mark.parametrize("first", [None, (5, 140)], ids=["", "padded"])
 def test_prefill_is_quantized_in_chunks(first: tuple[int, ...] | None) -> None:
     layer = hf.SparQLayer()
-    layer.update(*states(2, 2, CHUNK + 300))
+    layer.update(*states(2, 2, QUANTIZED_ROWS + 300))
     assert_codes(layer, first)
 
 
@@ -158,7 +158,7 @@ def bad_steps(layer: hf.SparQLayer, bad: float, first: tuple[int, ...] | None, c
 
 @pytest.mark.parametrize("first", [None, (5, 112)], ids=["", "padded"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6, 1e12])
-@pytest.mark.parametrize("rows", [40, BLOCK - 2, 2 * BLOCK + 3])
+@pytest.mark.parametrize("rows", [40, MARK_ROWS - 2, 2 * MARK_ROWS + 3])
 def test_cropped_rows_and_padding_leave_no_trace(rows: int, bad: float, first: tuple[int, ...] | None) -> None:
     layer = hf.SparQLayer()
     keys, values = states(2, 2, 120)

@@ -36,8 +36,8 @@ def test_heads_and_chunks_are_independent(monkeypatch: pytest.MonkeyPatch) -> No
     keys = np.stack([clustered(101, seed) for seed in range(6)]).reshape(2, 3, 101, D)
     centroids = np.stack([clustered(BUCKETS, 10 + seed) for seed in range(3)])
     expected = oracle.saap_assign(keys, centroids)
-    for chunk in (kmeans.CHUNK, 7 * 6 * BUCKETS):
-        monkeypatch.setattr(kmeans, "CHUNK", chunk)
+    for chunk in (kmeans.PRODUCTS_AT_ONCE, 7 * 6 * BUCKETS):
+        monkeypatch.setattr(kmeans, "PRODUCTS_AT_ONCE", chunk)
         np.testing.assert_array_equal(np.array(kmeans.saap_assign(mx.array(keys), mx.array(centroids))), expected)
     moved = np.array(kmeans.move(mx.array(keys[0]), mx.array(centroids)))
     for head in range(3):
@@ -67,7 +67,7 @@ def test_more_buckets_than_keys_are_refused() -> None:
 
 
 def test_targets_match_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_sparse.tools.train.rows.CHUNK", 64 * S)  # several chunks
+    monkeypatch.setattr("mlx_sparse.tools.train.rows.SCORES_AT_ONCE", 64 * S)  # several chunks
     data, ids = texts(), bucket_ids()
     options = {"sink_tokens": 2, "recent_tokens": 40, "farthest_top": 20, "scale": 0.6, "causal": True}
     for head in range(HEADS):

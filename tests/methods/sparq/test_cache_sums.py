@@ -14,7 +14,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.methods import SparQ
-from mlx_sparse.methods.sparq.running_statistics import BLOCK, CHUNK, RunningStatistics
+from mlx_sparse.methods.sparq.running_statistics import MARK_ROWS, MERGED_ROWS, RunningStatistics
 
 H, D, S = 2, 16, 300
 READS = {
@@ -100,10 +100,10 @@ def trimmed(cache: Any, bad: float, read: str) -> Any:
 
 def trimmed_far(cache: Any, bad: float, read: str) -> Any:
     """Trim to a length before the last complete block."""
-    rows = some_rows(cache.keys.shape[0], 3 * BLOCK, seed=1)
+    rows = some_rows(cache.keys.shape[0], 3 * MARK_ROWS, seed=1)
     seen(cache, bad, read).update_and_fetch(*rows)
     attend(cache, read)
-    cache.trim(5 + 3 * BLOCK)
+    cache.trim(5 + 3 * MARK_ROWS)
     return cache
 
 
@@ -196,11 +196,13 @@ def test_sequence_may_start_without_valid_rows(read: str):
     check(cache, read)
 
 
-@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 2 * CHUNK + 3 * BLOCK + 5])
+@pytest.mark.parametrize(
+    "length", [1, 2, MARK_ROWS - 1, MARK_ROWS, MARK_ROWS + 1, 3 * MARK_ROWS, 2 * MERGED_ROWS + 3 * MARK_ROWS + 5]
+)
 @pytest.mark.parametrize("padding", [None, [0, 700]], ids=["", "padded"])
 def test_statistics_of_any_length_equal_float64(length: int, padding: list[int] | None):
     buffer = some_rows(2, length, seed=length)[0] + 1000
-    steps = range(max(length - 3 * BLOCK, 1), length + 1)
+    steps = range(max(length - 3 * MARK_ROWS, 1), length + 1)
     for lengths in ([length], steps, [*steps, length // 2, length]):
         moments = RunningStatistics(None if padding is None else mx.array(padding), spread=True)
         for stop in lengths:
@@ -224,18 +226,18 @@ def test_rounding_errors_do_not_accumulate_over_steps():
         mx.eval(moments.state.sums)
     rows = rows.astype(np.float64)
     last_bit = float(np.spacing(np.float32(rows.sum(axis=2).max())))
-    np.testing.assert_allclose(np.array(moments.mean()), rows.mean(axis=2), rtol=0, atol=last_bit / BLOCK)
+    np.testing.assert_allclose(np.array(moments.mean()), rows.mean(axis=2), rtol=0, atol=last_bit / MARK_ROWS)
     np.testing.assert_allclose(np.array(moments.deviation()), rows.std(axis=2), rtol=2e-2)
 
 
 @reads
 def test_rejected_drafts_recompute_at_most_one_block(read: str):
-    cache = filled(KVCache(), some_rows(1, 3 * BLOCK - 20))
-    for length in range(cache.length + 1, 5 * BLOCK):
+    cache = filled(KVCache(), some_rows(1, 3 * MARK_ROWS - 20))
+    for length in range(cache.length + 1, 5 * MARK_ROWS):
         for _ in range(8):
             cache.update_and_fetch(*some_rows(1, 1))
             attend(cache, read)
         cache.trim(cache.length - length)
         cache.aux_states["sparq"].rewind(cache.length)
         moments = cache.aux_states["sparq"].keys or cache.aux_states["sparq"].values
-        assert length - moments.state.length < (BLOCK if length % BLOCK > BLOCK - 8 else 1)
+        assert length - moments.state.length < (MARK_ROWS if length % MARK_ROWS > MARK_ROWS - 8 else 1)
