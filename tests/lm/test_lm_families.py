@@ -12,6 +12,7 @@ from mlx_lm.models import base
 from tiny_models import FAMILIES, UNSERVED, EveryStepSparQ, build, greedy, prompt_of
 
 import mlx_sparse
+from mlx_sparse.core import reasons
 from mlx_sparse.lm import seam
 from mlx_sparse.methods import SparQ
 
@@ -88,9 +89,16 @@ def test_family_without_servable_layers_is_refused_by_name(family: str, monkeypa
     assert type(model) is cls
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
-def test_latent_attention_is_refused_by_name(family: str):
-    with pytest.raises(mlx_sparse.ConfigError, match=r": 2 with .* \(MLA\)\.$"):
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("deepseek_v2", reasons.OTHER_HEAD_DIMS),
+        ("deepseek_v3", reasons.OTHER_ROWS),
+        ("glm4_moe_lite", reasons.OTHER_ROWS),
+    ],
+)
+def test_latent_attention_is_refused_with_the_reason(family: str, reason: str):
+    with pytest.raises(mlx_sparse.ConfigError, match=f": 2 {reason}\\.$"):
         mlx_sparse.enable(build(family), "sparq:rank=4")
 
 
