@@ -53,7 +53,7 @@ def sample_attention(
     kept = select_masks(queries, keys, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, scale=scale)
     prefill = Prefill(queries, keys, rows(values), layout, scale)
     for first, stop in portions(layout, 4 * B * Hq):
-        prefill.attend(merge(kept, layout, first, stop, layout.first_block + stop, counts), first, stop)
+        prefill.attend(merge_kept(kept, layout, first, stop, layout.first_block + stop, counts), first, stop)
     return *prefill.result(), counts
 
 
@@ -79,7 +79,7 @@ def sample_select(
     counts = torch.empty(*queries.shape[:2], layout.row_blocks, dtype=torch.int32, device=queries.device)
     alphas = {"alpha_column": alpha_column, "alpha_slash": alpha_slash}
     kept = select_masks(rows(queries), rows(keys), layout, **alphas, scale=scale)
-    return merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
+    return merge_kept(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
 
 
 @sample_select.register_fake
@@ -199,7 +199,9 @@ def select_masks(
     return SampleMasks(select_share(column, alpha_column), select_share(slash, alpha_slash))
 
 
-def merge(kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor) -> torch.Tensor:
+def merge_kept(
+    kept: SampleMasks, layout: Layout, first: int, stop: int, width: int, counts: torch.Tensor
+) -> torch.Tensor:
     """List the key blocks (sample.7) of row blocks ``first`` to ``stop - 1``, counted from the first query's block.
 
     Args:

@@ -32,7 +32,7 @@ from ..methods.saap.oracle import (
     selectivity,
 )
 from ..methods.sample import oracle as sample
-from ..methods.sample.oracle import SampleSelection, merge, sample_scores, sample_selection, select_share
+from ..methods.sample.oracle import SampleSelection, merge_kept, sample_scores, sample_selection, select_share
 from ..methods.sparq import oracle as sparq
 from ..methods.sparq.oracle import SparQSelection, key_spread, sparq_select
 
@@ -49,7 +49,7 @@ __all__ = [
     "imbalance",
     "key_spread",
     "kmeans_step",
-    "merge",
+    "merge_kept",
     "minference_select",
     "page_bounds",
     "prefill",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -286,6 +289,16 @@ def test_every_function_of_a_backend_loads(function: str, backend: str) -> None:
     if backend != "metal" and (reason := registry.unavailable(backend)):  # the launchers of Metal load on any machine
         absent(backend, reason)
     assert callable(registry.load(function, backend))
+
+
+@pytest.mark.parametrize("backend", ["oracle", "ops", "metal"])
+def test_one_file_of_a_backend_defines_a_function(backend: str) -> None:
+    package = Path(mlx_sparse.__file__).parent
+    files = [path for pattern in registry.FILES[backend] for path in package.glob(pattern)]
+    names = Counter(name for path in files for name in re.findall(r"^def (\w+)", path.read_text(), re.MULTILINE))
+    found = {registry.load(function, backend).__name__ for function, other in FOUND if other == backend}
+    assert len(found) > 5
+    assert [name for name in found if names[name] > 1] == []
 
 
 def test_settings_of_text_forms_are_no_arguments() -> None:

@@ -336,7 +336,7 @@ class PrefillChunk(SampleCase):
             found = reference.run(config.name, queries, keys, values, **config.parameters())
             mask = oracle.block_mask(found[2], layout.key_blocks)
             return mask, mask
-        sure, possible = (oracle.merge(column, slash, layout) for column, slash in zip(*both, strict=True))
+        sure, possible = (oracle.merge_kept(column, slash, layout) for column, slash in zip(*both, strict=True))
         for block in layout.sampled_blocks if isinstance(config, Sample) else ():
             for mask in (sure, possible):
                 mask[:, :, block - layout.first_block, : block + 1] = True

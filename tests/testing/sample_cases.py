@@ -162,7 +162,7 @@ def assert_same_blocks(blocks: Any, case: SampleCase, expected: oracle.SampleSel
         kept_bounds(scores, alpha, error)
         for scores, alpha in ((expected.column, case.alpha_column), (expected.slash, case.alpha_slash))
     ]
-    sure, possible = (oracle.merge(column, slash, layout) for column, slash in zip(*bounds, strict=True))
+    sure, possible = (oracle.merge_kept(column, slash, layout) for column, slash in zip(*bounds, strict=True))
     for block in layout.sampled_blocks:
         for mask in (sure, possible):
             mask[:, :, block - layout.first_block, : block + 1] = True

@@ -190,7 +190,7 @@ def _largest(scores: mx.array, ordered: mx.array, count: mx.array) -> mx.array:
     return first | mx.isnan(scores).any(axis=-1, keepdims=True)
 
 
-def merge(column_kept: mx.array, slash_kept: mx.array, layout: Layout, *, sampled_in_full: bool) -> mx.array:
+def merge_kept(column_kept: mx.array, slash_kept: mx.array, layout: Layout, *, sampled_in_full: bool) -> mx.array:
     """Convert the selected key blocks and offset bins of each region to a mask of key blocks per row block (sample.7).
 
     Args:
@@ -248,4 +248,4 @@ def select_blocks(
     Return int32 lists ``(B, Hq, R, width)`` from `block_lists`.
     """
     kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
-    return block_lists(merge(*kept, layout, sampled_in_full=True), width)
+    return block_lists(merge_kept(*kept, layout, sampled_in_full=True), width)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...core.blocks.layout import MINFERENCE_ROWS, Layout
-from ...core.blocks.ops import attend_blocks, batch_size, block_lists, merge, select_largest, softmax, wait_for
+from ...core.blocks.ops import attend_blocks, batch_size, block_lists, merge_kept, select_largest, softmax, wait_for
 from ..sample.ops import sample_scores
 from .block_patterns import Pattern, bigbird_pattern, streaming_pattern
 from .lsh_spans import Span, pieces, sampled, signs
@@ -34,7 +34,7 @@ def minference_attention(
     scores = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
     column_kept, slash_kept = (select_largest(side, count) for side, count in zip(scores, budgets, strict=True))
-    blocks = block_lists(merge(column_kept, slash_kept, layout, sampled_in_full=False))
+    blocks = block_lists(merge_kept(column_kept, slash_kept, layout, sampled_in_full=False))
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ...core.attend.oracle import float64, logits, softmax_lse, weighted_values
 from ...core.blocks.layout import MINFERENCE_ROWS, Layout
 from ...core.blocks.oracle import attend_blocks, block_lists
-from ..sample.oracle import merge, sample_scores
+from ..sample.oracle import merge_kept, sample_scores
 from .block_patterns import Pattern, bigbird_pattern, streaming_pattern
 from .lsh_spans import Span, pieces, sampled, signs
 
@@ -37,7 +37,7 @@ def minference_select(
     column, slash = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
     budgets = (-(-tokens // block_size) for tokens in (vertical_tokens, slash_tokens))
     column_kept, slash_kept = (select_largest(scores, n) for scores, n in zip((column, slash), budgets, strict=True))
-    return block_lists(merge(column_kept, slash_kept, layout))
+    return block_lists(merge_kept(column_kept, slash_kept, layout))
 
 
 def select_largest(scores: Array, count: int) -> Array:

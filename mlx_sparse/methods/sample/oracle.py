@@ -49,7 +49,7 @@ def sample_selection(
     layout = Layout(np.shape(queries)[2], np.shape(keys)[2], sampling["chunks"], sampling["block_size"])
     column, slash = sample_scores(queries, keys, **sampling)
     column_kept, slash_kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
-    mask = merge(column_kept, slash_kept, layout)
+    mask = merge_kept(column_kept, slash_kept, layout)
     # (sample.7) sampled rows attend to every causal block
     for block in layout.sampled_blocks:
         mask[:, :, block - layout.first_block, : block + 1] = True
@@ -111,7 +111,7 @@ def select_share(scores: Array, alpha: float) -> Array:
     return kept
 
 
-def merge(column_kept: Array, slash_kept: Array, layout: Layout) -> Array:
+def merge_kept(column_kept: Array, slash_kept: Array, layout: Layout) -> Array:
     """Convert the selected key blocks and offset bins of each region to a mask ``(B, Hq, R, Nk)`` (sample.7)."""
     B, Hq, _, key_blocks = column_kept.shape
     mask = np.zeros((B, Hq, layout.row_blocks, key_blocks), dtype=bool)

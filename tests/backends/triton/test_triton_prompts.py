@@ -52,14 +52,14 @@ def test_lists_are_built_within_a_memory_limit(monkeypatch: pytest.MonkeyPatch) 
     arrays = tensors(SMALL)
     at_once = cuda_ref.sample_attention(*arrays, **SMALL.parameters, return_stats=True)
     made: list[int] = []
-    merge = sample.merge
+    merge = sample.merge_kept
 
     def counted(*given: Any) -> torch.Tensor:
         blocks = merge(*given)
         made.append(blocks.numel() * 4)
         return blocks
 
-    monkeypatch.setattr(sample, "merge", counted)
+    monkeypatch.setattr(sample, "merge_kept", counted)
     monkeypatch.setattr(sample, "LIST_BYTES", 500)
     out, stats = cuda_ref.sample_attention(*arrays, **SMALL.parameters, return_stats=True)
     assert len(made) >= 3
@@ -84,12 +84,12 @@ def test_merged_lists_match_the_oracle(monkeypatch: pytest.MonkeyPatch, L: int, 
     monkeypatch.setattr(sample, "MERGED", 16)
     layout = Layout(L, S, chunks, 32)
     flags = np.random.default_rng(0).random((2, 1, 2, len(layout.regions), layout.key_blocks)) < 0.2
-    expected = oracle.merge(*flags, layout)
+    expected = oracle.merge_kept(*flags, layout)
     for block in layout.sampled_blocks:
         expected[:, :, block - layout.first_block, : block + 1] = True
     kept = sample.SampleMasks(*(torch.tensor(side.astype(np.uint8), device=DEVICE) for side in flags))
     counts = torch.empty(1, 2, layout.row_blocks, dtype=torch.int32, device=DEVICE)
-    blocks = sample.merge(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
+    blocks = sample.merge_kept(kept, layout, 0, layout.row_blocks, layout.key_blocks, counts)
     assert (oracle.block_mask(to_numpy(blocks), layout.key_blocks) == expected).all()
     assert (to_numpy(counts) == expected.sum(axis=3)).all()
     filled = to_numpy(blocks >= 0)

@@ -92,7 +92,7 @@ def test_the_kept_columns_and_bins_hold_the_share_alpha(case: SampleCase) -> Non
         ((chosen.column_kept, nothing), case.alpha_column),
         ((nothing, chosen.slash_kept), case.alpha_slash),
     ):
-        blocks = oracle.block_lists(oracle.merge(*kept, layout))
+        blocks = oracle.block_lists(oracle.merge_kept(*kept, layout))
         _, lse = oracle.attend_blocks(q, k, v, blocks, block_size=case.block_size)
         for start, stop in (region.sample for region in layout.regions):
             mass = np.exp(lse - dense_lse)[..., start:stop].mean(axis=-1)
