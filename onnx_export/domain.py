@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlx_sparse.native import SPEC as SPEC
+
 DOMAIN = "mlx_sparse"
 VERSION = 1
-SPEC = 1  # version of the operator specification; every node stores it as `spec`, and the kernels check it
+# `SPEC`, the version of the operator specification: every node stores it as `spec`, and the kernels check it.
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import native
 from ..checks import BackendUnavailable, ConfigError, did_you_mean
 from ..extras import not_installed
 
 BACKENDS: Mapping[str, str] = {
     "oracle": "NumPy float64, everywhere: the reference that the tests compare with",
     "ops": "MLX array operations, everywhere MLX runs (CPU, Metal, CUDA)",
+    "cpu": "native kernels on the memory of MLX arrays, where MLX's default device is a CPU",
     "metal": "custom Metal kernels, on Apple GPUs; under test on any Linux machine (tests/msl)",
     "triton": "Triton kernels for torch tensors, on NVIDIA GPUs; slowly on any Linux machine with TRITON_INTERPRET=1",
     "onnx": "exported files on any ONNX runtime: the operators as functions of standard ones",
@@ -33,10 +35,10 @@ FOREIGN: Mapping[str, str] = {
     **dict.fromkeys(("onnx", "ort"), "it runs exported files: export-onnx, then mlx-sparse run-onnx"),
 }
 # Backends that take whole cache buffers and a `length`, because MLX would copy a slice on every call.
-WHOLE_BUFFERS = frozenset({"metal"})
+WHOLE_BUFFERS = frozenset({"cpu", "metal"})
 # Files that are searched for a function or class. The first file that defines a name counts.
 FILES: Mapping[str, tuple[str, ...]] = {
-    **{name: (f"core/*/{name}.py", f"methods/*/{name}.py") for name in ("oracle", "ops", "metal")},
+    **{name: (f"core/*/{name}.py", f"methods/*/{name}.py") for name in ("oracle", "ops", "cpu", "metal")},
     "triton": ("cuda_ref/api/parts.py", "cuda_ref/launchers/*.py", "cuda_ref/torch_functions.py"),
     "state": ("methods/*/state.py",),
     "hooks": ("lm/hooks/*.py",),
@@ -55,6 +57,8 @@ def unavailable(backend: str) -> str | None:
     """Return the reason why ``backend`` cannot run on this machine, or None."""
     if backend not in BACKENDS:
         return f"unknown; this version has {', '.join(BACKENDS)}.{did_you_mean(backend, BACKENDS)}".removesuffix(".")
+    if backend == "cpu":
+        return _no_cpu()
     if backend == "metal":
         return _no_metal()
     if backend == "triton":
@@ -62,6 +66,16 @@ def unavailable(backend: str) -> str | None:
     if backend in ("onnx", "ort"):
         return _no_onnx(backend)
     return not_installed("mlx") if backend == "ops" else None
+
+
+def _no_cpu() -> str | None:
+    if (reason := not_installed("mlx")) is not None:
+        return reason
+    import mlx.core as mx
+
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return "the default device is not the CPU; call mx.set_default_device(mx.cpu)"
+    return native.unavailable()
 
 
 def _no_metal() -> str | None:
@@ -104,6 +118,8 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
         G: number of query heads per KV head.
         bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
     """
+    if backend == "cpu":
+        return None if bits is None else "its kernels do not read quantized KV caches"
     if backend == "metal" and function in MATRIX_FUNCTIONS and bits is not None:
         return "its prefill kernels do not read quantized KV caches"
     if backend == "metal" and function in MATRIX_FUNCTIONS:
@@ -148,7 +164,7 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
 def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = None) -> str:
     """Return the name of the backend that runs ``function`` for the given sizes.
 
-    "auto" selects metal if metal supports the function and can run on this machine, and ops otherwise.
+    "auto" selects metal or cpu if it supports the function and can run on this machine, and ops otherwise.
 
     Args:
         D: head dim.
@@ -159,8 +175,10 @@ def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = N
         BackendUnavailable: ``backend`` is not "auto" and cannot run the function on this machine.
     """
     if backend == "auto":
-        runs = "metal" in backends_of(function) and not unavailable("metal")
-        return "metal" if runs and not unsupported("metal", function, D, G, bits) else "ops"
+        for name in ("metal", "cpu"):
+            if name in backends_of(function) and not (unavailable(name) or unsupported(name, function, D, G, bits)):
+                return name
+        return "ops"
     require(backend, function, unsupported(backend, function, D, G, bits))
     return backend
 

@@ -29,7 +29,7 @@ void check_padding(const Tensor& left_padding) {
 Attention attention_of(const Attributes& attributes, const Context& context) {
   Attention a{};
   a.kernels = &kernels();
-  a.type = context.type();
+  a.type = a.query_type = context.type();
   a.scale = attributes.number("scale");
   a.window = attributes["window"];
   return a;

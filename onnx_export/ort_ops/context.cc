@@ -56,6 +56,13 @@ void check(const ort::Api* api, ort::Status* status, const char* what) {
   throw Error(std::string(what) + ": ONNX Runtime returned an error.");
 }
 
+void SessionPool::parallel(size_t n, Call call, void* job) const {
+  ort::Status* status = ort::ParallelFor::call(context_.api(), context_.context(), call, n, 0, job);
+  if (!status) return;
+  ort::ReleaseStatus::call(context_.api(), status);
+  throw std::bad_alloc();
+}
+
 void Tensor::expect(std::initializer_list<int64_t> lengths) const {
   bool same = axes == int(lengths.size());
   for (int i = 0; same && i < axes; i++) {

@@ -8,6 +8,7 @@
 
 #include "ort_abi.h"
 #include "kernels.h"
+#include "runtime.h"
 
 namespace sparse {
 
@@ -51,6 +52,16 @@ class Context {
   const ort::Api* api_;
   ort::KernelContext* context_;
   Type type_, weights_;
+};
+
+// The thread pool of the session.
+class SessionPool final : public Pool {
+ public:
+  explicit SessionPool(const Context& context) : context_(context) {}
+
+ private:
+  void parallel(size_t n, Call call, void* job) const override;
+  const Context& context_;
 };
 
 // Returns the element type for a letter of a signature.

@@ -166,11 +166,11 @@ EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort:
 }
 
 // Returns the versions of the package and of the operator specification that the library was built for.
-EXPORTED const char* mlx_sparse_ort_version() { return SPARSE_VERSION " spec 1"; }
+EXPORTED const char* mlx_sparse_version() { return SPARSE_VERSION " spec 1"; }
 
 // For tests and reports: selects the kernels by name (null: the fastest) and the number of workers (0: default of this
 // machine). Returns the name of the kernels, or null if this machine does not support them.
-EXPORTED const char* mlx_sparse_ort_limit(const char* name, int worker_count) {
+EXPORTED const char* mlx_sparse_limit(const char* name, int worker_count) {
   if (!limit_kernels(name)) return nullptr;
   set_workers(worker_count);
   return kernels().name;

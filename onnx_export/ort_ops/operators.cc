@@ -46,7 +46,7 @@ void compute_sparq(const Attributes& attributes, const Context& context) {
   clamp_selection(s, longest);
   a.output = context.output(0, {a.B, a.Hq, 1, a.D});
   s.indices = static_cast<int32_t*>(context.output(1, {a.B, a.Hkv, s.slots}));
-  attend_sparsely(a, s, Pool(context.api(), context.context()));
+  attend_sparsely(a, s, SessionPool(context));
 }
 
 void compute_sparq_coded(const Attributes& attributes, const Context& context) {
@@ -57,9 +57,9 @@ void compute_sparq_coded(const Attributes& attributes, const Context& context) {
   Attention a = attention_of(attributes, context);
   set_sizes(a, query, keys);
   SparQ s = sparq_of(attributes, a.D);
-  s.groups = CodedKeys::groups_of(a.C);
+  const int64_t groups = CodedKeys::groups_of(a.C);
   query.expect({a.B, a.Hq, 1, a.D});
-  codes.expect({a.B, a.Hkv * a.D, s.groups, kRecord});
+  codes.expect({a.B, a.Hkv * a.D, groups, kRecord});
   values.expect({a.B, a.Hkv, a.C, a.D});
   summary.expect({a.B, 3 * a.Hkv, a.D});
   padding.expect({a.B});
@@ -67,13 +67,13 @@ void compute_sparq_coded(const Attributes& attributes, const Context& context) {
   check_padding(padding);
   check_range(length, 0, a.C, "the capacity");
   a.query = query.data, a.keys = keys.data, a.values = values.data, a.first = padding.ints(), a.length = length.ints();
-  s.codes = codes.bytes(), s.summary = summary.floats();
+  s.codes = CodePlanes::of_records(codes.bytes(), groups), s.summary = summary.floats();
   const int64_t longest = longest_of(a);
   s.slots = std::min(s.top_k, std::max<int64_t>(1, longest));
   clamp_selection(s, longest);
   a.output = context.output(0, {a.B, a.Hq, 1, a.D});
   s.indices = static_cast<int32_t*>(context.output(1, {a.B, a.Hkv, s.slots}));
-  attend_sparsely(a, s, Pool(context.api(), context.context()));
+  attend_sparsely(a, s, SessionPool(context));
 }
 
 void compute_dense(const Attributes& attributes, const Context& context) {
@@ -89,15 +89,15 @@ void compute_dense(const Attributes& attributes, const Context& context) {
   check_range(length, 0, a.C, "the capacity");
   a.query = query.data, a.keys = keys.data, a.values = values.data, a.first = padding.ints(), a.length = length.ints();
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  attend_densely(a, Pool(context.api(), context.context()));
+  attend_densely(a, SessionPool(context));
 }
 
-void compute_append(const Attributes& attributes, const Context& context) {
+void compute_append(const Attributes&, const Context& context) {
   const Caches caches(context, 0, 2, 3, 4);
   Append append = caches.append(context);
   const int64_t B = caches.key.shape[0];
   caches.make(context, append, 0, 1);
-  append_all(append, B, Pool(context.api(), context.context()));
+  append_all(append, B, SessionPool(context));
 }
 
 void compute_sample(const Attributes& attributes, const Context& context) {
@@ -114,7 +114,7 @@ void compute_sample(const Attributes& attributes, const Context& context) {
   std::fill(lengths, lengths + a.B, length.ints()[0]);
   std::fill(padding, padding + a.B, 0);
   a.query = query.data, a.keys = keys.data, a.values = values.data, a.first = padding, a.length = lengths;
-  const Pool pool(context.api(), context.context());
+  const SessionPool pool(context);
   Sample sample(a, sample_of(attributes));
   if (!sample.everything()) sample.select_blocks(pool);
   const int64_t width = sample.longest_list();
@@ -133,7 +133,7 @@ void compute_cached(const Attributes& attributes, const Context& context) {
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
   caches.make(context, append, 1, 2);
   a.keys = append.present_key, a.values = append.present_value;
-  attend_prompt(attributes, a, Pool(context.api(), context.context()));
+  attend_prompt(attributes, a, SessionPool(context));
 }
 
 // Reads the further caches of SparQ from inputs `key_t_at` and `sums_at`, and allocates their outputs from `first` on.
@@ -163,7 +163,7 @@ void compute_sparq_append(const Attributes& attributes, const Context& context) 
   add_sparq_caches(attributes, context, append, B, 3, 5, 0, padding.ints());
   float* mean = static_cast<float*>(context.output(4, {B, Hkv, D}));
   float* deviation = static_cast<float*>(context.output(5, {B, Hkv, D}));
-  append_all(append, B, Pool(context.api(), context.context()));
+  append_all(append, B, SessionPool(context));
   for (int64_t b = 0; b < B; b++) {
     const int64_t valid = append.past_length[b] + append.L - padding.ints()[b];
     for (int64_t h = b * Hkv; h < (b + 1) * Hkv; h++) {
@@ -182,7 +182,7 @@ void compute_sparq_attention(const Attributes& attributes, const Context& contex
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
   add_sparq_caches(attributes, context, append, a.B, 4, 6, 1, a.first);
   a.keys = append.present_key, a.values = append.present_value;
-  const Pool pool(context.api(), context.context());
+  const SessionPool pool(context);
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
   s.keys_t = append.present_key_t, s.lanes = attributes["lanes"], s.plane = a.C * a.D;
   s.sums = append.present_sums;
@@ -208,9 +208,9 @@ void compute_sparq_coded_attention(const Attributes& attributes, const Context& 
   coded.present = static_cast<uint8_t*>(context.output(2, {a.B, a.Hkv * a.D, coded.groups(), kRecord}));
   coded.summary = static_cast<float*>(context.output(4, {a.B, 3 * a.Hkv, a.D}));
   append.callback = &coded;
-  const Pool pool(context.api(), context.context());
+  const SessionPool pool(context);
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
-  s.codes = coded.present, s.groups = coded.groups(), s.summary = coded.summary;
+  s.codes = CodePlanes::of_records(coded.present, coded.groups()), s.summary = coded.summary;
   clamp_selection(s, longest_of(a));
   attend_sparsely(a, s, pool);
 }

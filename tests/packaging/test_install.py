@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 MINE = re.compile(r"(_editable_skbc_)?mlx_sparse(_attention|\b)")  # files that an installation of this project adds
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
 QUICK = {"SKBUILD_CMAKE_BUILD_TYPE": "Debug"}  # a debug build is enough: it only has to load
-REQUIRE = "MLX_SPARSE_REQUIRE_ORT_OPS"
-LIBRARY = "mlx_sparse/libmlx_sparse_ort" + (".dylib" if sys.platform == "darwin" else ".so")
+REQUIRE = "MLX_SPARSE_REQUIRE_NATIVE"
+LIBRARY = "mlx_sparse/libmlx_sparse_native" + (".dylib" if sys.platform == "darwin" else ".so")
 has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 
 

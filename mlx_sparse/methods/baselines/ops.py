@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from ...core.attend.ops import (
@@ -17,29 +19,29 @@ from ...core.blocks.ops import batch_size, causal_scores, wait_for
 from ...core.packed_rows import Rows
 
 
-def streaming_attention(
-    queries: mx.array,
-    keys: Rows,
-    values: Rows,
-    *,
-    sink_tokens: int,
-    recent_tokens: int,
-    scale: float,
-    left_padding: mx.array | None,
-) -> tuple[mx.array, mx.array]:
-    """Attend to the first ``sink_tokens`` and the last ``recent_tokens`` valid keys.
+def streaming_indices(
+    B: int, S: int, *, sink_tokens: int, recent_tokens: int, left_padding: mx.array | None
+) -> mx.array:
+    """List the first ``sink_tokens`` and the last ``recent_tokens`` valid keys, int32 ``(B, n)``, padded with -1.
 
     S must be larger than ``sink_tokens + recent_tokens``.
     """
-    B, Hkv, S, _ = keys.shape
     first = mx.zeros((B, 1), mx.int32) if left_padding is None else left_padding[:, None].astype(mx.int32)
     slots = mx.concatenate([first + mx.arange(sink_tokens), mx.arange(S - recent_tokens, S) + 0 * first], axis=1)
     # With padding, a sink can be in the recent window, and the window can begin before the first valid key.
     is_sink = mx.arange(sink_tokens + recent_tokens) < sink_tokens
     valid = mx.where(is_sink, slots < S - recent_tokens, slots >= first)
     indices = mx.sort(mx.where(valid, slots, S), axis=-1)
-    indices = mx.where(indices < S, indices, -1).astype(mx.int32)
-    indices = mx.broadcast_to(indices[:, None, :], (B, Hkv, sink_tokens + recent_tokens))
+    return mx.where(indices < S, indices, -1).astype(mx.int32)
+
+
+def streaming_attention(
+    queries: mx.array, keys: Rows, values: Rows, *, scale: float, **window: Any
+) -> tuple[mx.array, mx.array]:
+    """Attend to the keys of `streaming_indices`, which has the other arguments."""
+    B, Hkv, S, _ = keys.shape
+    indices = streaming_indices(B, S, **window)
+    indices = mx.broadcast_to(indices[:, None], (B, Hkv, indices.shape[1]))
     return attend_indices(queries, keys, values, indices, scale=scale)
 
 

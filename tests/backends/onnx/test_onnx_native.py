@@ -229,7 +229,7 @@ def test_session_options_validate_their_argument(monkeypatch: pytest.MonkeyPatch
         native.session_options("on")
     monkeypatch.setattr(native, "_found", lambda: None)
     assert "no C++ compiler" in str(native.unavailable())
-    with pytest.raises(BackendUnavailable, match=r"native: expected a usable libmlx_sparse_ort.*not built"):
+    with pytest.raises(BackendUnavailable, match=r"native: expected a usable libmlx_sparse_native.*not built"):
         native.library_path()
     native.session_options("auto")
 
@@ -244,7 +244,7 @@ def test_a_library_of_another_version_is_refused(
     else:
         compiler = shutil.which("c++") or absent("ort", "no C++ compiler")
         source = tmp_path / "other.cc"
-        source.write_text(f'extern "C" const char* mlx_sparse_ort_version() {{ return "{content}"; }}')
+        source.write_text(f'extern "C" const char* mlx_sparse_version() {{ return "{content}"; }}')
         subprocess.run([compiler, "-shared", "-fPIC", source, "-o", path], check=True)
     monkeypatch.setattr(native, "_found", lambda: path)
     message = "does not load" if content is None else f"has version {content}, this package {__version__} spec 1"

@@ -43,7 +43,7 @@ struct Head {
 // sparq_scores.cc computes the scores, sparq.cc the selection and the attention.
 class Step {
  public:
-  Step(const Attention& a, const SparQ& s) : a(a), s(s), grid(s.codes ? kUnbroken : s.lanes), G(a.G()) {}
+  Step(const Attention& a, const SparQ& s) : a(a), s(s), grid(s.codes.codes ? kUnbroken : s.lanes), G(a.G()) {}
 
   void run(const Pool& pool) const;
 
@@ -54,7 +54,7 @@ class Step {
     if (a.first[b] >= a.length[b]) return 0;
     return grid.block_of(a.length[b] - 1 - origin(b)) - grid.block_of(a.first[b] - origin(b)) + 1;
   }
-  int64_t origin(int64_t b) const { return s.codes ? a.first[b] : 0; }  // first key of the grid
+  int64_t origin(int64_t b) const { return s.codes.codes ? a.first[b] : 0; }  // first key of the grid
   size_t reservoir_bytes() const {
     const int64_t room = Reservoir::capacity(s.top_k);
     return Scratch::size<float>(room) + Scratch::size<int32_t>(room) + Scratch::size<int32_t>(room);
@@ -80,7 +80,7 @@ class Step {
   void search(const Head&, int64_t from, int64_t to, Reservoir&) const;
   void finish(const Head&, const int32_t* best, int64_t count, Scratch&) const;
   float share(const Head&, int64_t g, int64_t key) const;
-  void mix(const Head&, int64_t g, const int32_t* chosen, int64_t count) const;
+  void mix(const Head&, int64_t g, float alpha) const;
   void whole_head(int64_t b, int64_t h) const;
   void in_parts(int64_t parts, const Pool& pool) const;
 

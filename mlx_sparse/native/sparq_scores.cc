@@ -9,15 +9,15 @@ namespace sparse::sparq {
 // Computes the mean value (sparq.9), and the deviation of (sparq.1) or the spread (sparq.22) that replaces it.
 void Step::statistics(Head& head) const {
   const int64_t D = a.D, at = (head.b * a.Hkv + head.h) * D;
-  if (s.codes) {
+  if (s.summary) {
     const float *summary = s.summary + 3 * at, count = float(std::max<int64_t>(1, head.end - head.first));
     for (int64_t d = 0; d < D; d++) head.mean[d] = summary[d] / count;
     std::copy(summary + 2 * D, summary + 3 * D, head.deviation);
     return;
   }
   if (!s.sums) {
-    std::copy(s.value_mean + at, s.value_mean + at + D, head.mean);
-    std::copy(s.deviation + at, s.deviation + at + D, head.deviation);
+    if (s.value_mean) std::copy(s.value_mean + at, s.value_mean + at + D, head.mean);
+    if (s.deviation) std::copy(s.deviation + at, s.deviation + at + D, head.deviation);
     return;
   }
   sums_to_statistics(s.sums + 3 * at, head.end - head.first, D, head.mean, head.deviation);
@@ -27,9 +27,10 @@ void Step::statistics(Head& head) const {
 void Step::prepare(Head& head) const {
   const int64_t D = a.D;
   float* q = const_cast<float*>(head.rows.q);
-  a.typed().widen(q, static_cast<const char*>(a.query) + a.group_offset(head.b, head.h), G * D);
+  a.query_kernels().widen(q, static_cast<const char*>(a.query) + a.group_offset(head.b, head.h), G * D);
   if (s.reallocate || s.by_key) statistics(head);
-  if (s.codes) head.center = s.summary + ((head.b * a.Hkv + head.h) * 3 + 1) * D;
+  const int64_t plane = head.b * a.Hkv + head.h;
+  if (s.codes.codes) head.center = s.summary ? s.summary + (plane * 3 + 1) * D : s.center + plane * D;
   if (!head.everything) {
     std::fill(head.component, head.component + D, 0.0f);
     for (int64_t g = 0; g < G; g++) {
@@ -70,7 +71,7 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
     const Span keys = keys_of(head, block);
     const int64_t n = keys.high - keys.low;
     float* scores = head.scores + block * G * grid.stride;
-    if (s.codes) {
+    if (s.codes.codes) {
       score_codes(head, keys, scores);
     } else {
       columns.lanes = column(keys.low);
@@ -88,7 +89,7 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
 
 // Computes (sparq.21) for the keys of a block: full groups from the codes, and the tail from rows of K.
 void Step::score_codes(const Head& head, Span keys, float* scores) const {
-  const int64_t row = s.groups * kRecord, rank = s.rank, D = a.D;
+  const int64_t rank = s.rank, D = a.D;
   const int64_t place = keys.low - head.first, tail = head.first + (head.end - head.first) / kGroup * kGroup;
   const int64_t coded = std::max<int64_t>(0, std::min(keys.high, tail) - keys.low);
   Scratch scratch(Scratch::kPart, Scratch::size<float>(4 * rank) + Scratch::size<float>(kGroup * rank) +
@@ -97,9 +98,20 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
   float *work = scratch.take<float>(4 * rank), *rows = scratch.take<float>(kGroup * rank);
   float *whole = scratch.take<float>(D), *q = scratch.take<float>(G * rank), *found = scratch.take<float>(G * kBlock);
   if (coded) {
-    const uint8_t* records = s.codes + (head.b * a.Hkv + head.h) * D * row + place / kGroup * kRecord;
-    const Codes codes{records, row, head.components, int(rank), int(G), int(coded / kGroup),
-                      kScoreBlock / kGroup * kRecord};
+    const CodePlanes& all = s.codes;
+    const int64_t group = (head.b * a.Hkv + head.h) * D * all.groups + place / kGroup;
+    const Codes codes{all.codes + group * all.code_size,
+                      all.lo + group * all.range_size,
+                      all.step + group * all.range_size,
+                      all.groups * all.code_size,
+                      all.groups * all.range_size,
+                      all.code_size,
+                      all.range_size,
+                      head.components,
+                      int(rank),
+                      int(G),
+                      int(coded / kGroup),
+                      kScoreBlock / kGroup * all.code_size};
     a.kernels->approximate_codes(codes, head.packed, work, scores, grid.stride);
   }
   const int64_t from = std::max(keys.low, tail), count = keys.high - from;

@@ -84,7 +84,7 @@ void load_queries(const Attention& a, const Rows& rows, int64_t b, int64_t h, in
   const char* query = static_cast<const char*>(a.query) + a.group_offset(b, h);
   float* q = const_cast<float*>(rows.q);
   for (int64_t g = 0; g < a.G(); g++) {
-    a.typed().widen(q + g * n * a.D, query + (g * a.L + i0) * a.D * size_of(a.type), n * a.D);
+    a.query_kernels().widen(q + g * n * a.D, query + (g * a.L + i0) * a.D * size_of(a.query_type), n * a.D);
   }
   for (int64_t d = 0; d < rows.count * a.D; d++) q[d] *= a.scale;
 }
@@ -95,9 +95,13 @@ void store_rows(const Attention& a, const Rows& rows, int64_t b, int64_t h, int6
     const float factor = rows.sum[r] == 0 ? 0 : 1 / rows.sum[r];
     float* row = rows.output + r * a.D;
     for (int64_t d = 0; d < a.D; d++) row[d] *= factor;
-    a.typed().narrow(output + (r / n * a.L + i0 + r % n) * a.D * size_of(a.type), row, a.D);
+    const int64_t at = r / n * a.L + i0 + r % n;
+    a.query_kernels().narrow(output + at * a.D * size_of(a.query_type), row, a.D);
+    if (a.lse) a.lse[(b * a.Hq + h * a.G()) * a.L + at] = lse_of(rows.top[r], rows.sum[r]);
   }
 }
+
+float lse_of(float top, float sum) { return sum == 0 ? -INFINITY : top + std::log(sum); }
 
 void merge(const Rows* parts, int64_t count) {
   const Rows& whole = parts[0];

@@ -56,10 +56,11 @@ struct Columns {
   int readable;  // number of keys from the first key to the end of the chunk
 };
 
-// Groups of int4 scoring keys. Each component of a group is a record: lo and step as float16, then kGroup 4-bit codes.
+// Groups of int4 scoring keys. Each component of a group has kGroup 4-bit codes, and lo and step as float16.
 struct Codes {
-  const uint8_t* records;     // record of component 0 of the first group
-  int64_t stride;             // number of bytes from one component to the next
+  const uint8_t *codes, *lo, *step;  // of component 0 of the first group
+  int64_t code_stride, range_stride;  // number of bytes from one component to the next
+  int code_size, range_size;          // number of bytes from one group to the next
   const int32_t* components;  // (rank)
   int rank;
   int G;

@@ -58,9 +58,8 @@ float Step::share(const Head& head, int64_t g, int64_t key) const {
 }
 
 // (sparq.8), (sparq.10): adds the mean value, weighted by the softmax mass of the unselected keys.
-void Step::mix(const Head& head, int64_t g, const int32_t* chosen, int64_t count) const {
-  float *out = head.rows.output + g * a.D, alpha = 0;
-  for (int64_t i = 0; i < count; i++) alpha += share(head, g, chosen[i]);
+void Step::mix(const Head& head, int64_t g, float alpha) const {
+  float* out = head.rows.output + g * a.D;
   for (int64_t d = 0; d < a.D; d++) out[d] = alpha == 1 ? out[d] : alpha * out[d] + (1 - alpha) * head.mean[d];
 }
 
@@ -85,12 +84,21 @@ void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch&
     block.next = int(std::min<int64_t>(kBlock, count - i - block.count));
     a.typed().attend(head.rows, block, weights);
   }
+  float recall = 0;
   for (int64_t g = 0; g < G; g++) {
-    const float factor = head.rows.sum[g] == 0 ? 0 : 1 / head.rows.sum[g];
+    const float sum = head.rows.sum[g], factor = sum == 0 ? 0 : 1 / sum;
     for (float* out = head.rows.output + g * D; out < head.rows.output + (g + 1) * D; out++) *out *= factor;
-    if (s.reallocate && !head.everything && head.rows.sum[g] != 0) mix(head, g, chosen, count);
+    float alpha = sum == 0 ? 0 : sum * factor;  // 1, or NaN
+    if (!head.everything && (s.reallocate || s.recall)) {
+      alpha = 0;
+      for (int64_t i = 0; i < count; i++) alpha += share(head, g, chosen[i]);
+    }
+    if (s.reallocate && !head.everything && sum != 0) mix(head, g, alpha);
+    recall += alpha;
+    if (a.lse) a.lse[head.b * a.Hq + head.h * G + g] = lse_of(head.rows.top[g], sum);
   }
-  a.typed().narrow(static_cast<char*>(a.output) + a.group_offset(head.b, head.h), head.rows.output, G * D);
+  if (s.recall) s.recall[head.b * a.Hkv + head.h] = recall / float(G);
+  a.query_kernels().narrow(static_cast<char*>(a.output) + a.group_offset(head.b, head.h), head.rows.output, G * D);
 }
 
 void Step::whole_head(int64_t b, int64_t h) const {

@@ -41,7 +41,8 @@ void RowTile::load() {
   const int64_t D = a_.D, n = rows_.n;
   for (int64_t g = 0; g < rows_.heads; g++) {
     const int64_t at = ((rows_.b * a_.Hq + rows_.h0 + g) * a_.L + rows_.i0) * D;
-    a_.typed().widen(rows_room_ + g * n * D, static_cast<const char*>(a_.query) + at * size_of(a_.type), n * D);
+    const char* query = static_cast<const char*>(a_.query) + at * size_of(a_.query_type);
+    a_.query_kernels().widen(rows_room_ + g * n * D, query, n * D);
   }
   std::fill(rows_room_ + rows_.count() * D, rows_room_ + width_ * D, 0.0f);
   for (int64_t r = 0; r < width_; r += kTileLanes) {
@@ -94,8 +95,10 @@ void RowTile::write() {
     }
   }
   for (int64_t g = 0; g < rows_.heads; g++) {
-    const int64_t at = ((rows_.b * a_.Hq + rows_.h0 + g) * a_.L + rows_.i0) * D;
-    a_.typed().narrow(static_cast<char*>(a_.output) + at * size_of(a_.type), rows_room_ + g * n * D, n * D);
+    const int64_t row = (rows_.b * a_.Hq + rows_.h0 + g) * a_.L + rows_.i0;
+    char* output = static_cast<char*>(a_.output) + row * D * size_of(a_.query_type);
+    a_.query_kernels().narrow(output, rows_room_ + g * n * D, n * D);
+    for (int64_t i = 0; a_.lse && i < n; i++) a_.lse[row + i] = lse_of(top_[g * n + i], sum_[g * n + i]);
   }
 }
 

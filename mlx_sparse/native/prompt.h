@@ -41,6 +41,21 @@ class RowTile {
   float *rows_room_, *queries_, *output_, *logits_, *top_, *sum_, *faded_, *keys_, *values_;
 };
 
+// Attends with the queries of row block r of a query head to the key blocks for which attends(block) is true.
+template <class Attends>
+void attend_row_block(const Attention& a, int64_t head, int64_t r, int64_t size, const Attends& attends) {
+  const int64_t b = head / a.Hq, offset = a.length[b] - a.L, row = std::max<int64_t>(r * size - offset, 0);
+  const int64_t n = std::min((r + 1) * size - offset, a.L) - row;
+  Scratch scratch(Scratch::kTask, RowTile::bytes(a, n));
+  RowTile tile(a, {b, head % a.Hq, 1, row, n}, scratch);
+  for (int64_t block = 0; block <= r; block++) {
+    if (!attends(block)) continue;
+    const int64_t end = std::min((block + 1) * size, offset + row + n);  // no query of this part attends to later keys
+    for (int64_t j = block * size; j < end; j += kBlock) tile.attend(j, int(std::min<int64_t>(kBlock, end - j)));
+  }
+  tile.write();
+}
+
 // Returns the span of keys that query i attends to.
 Span span(const Attention&, int64_t b, int64_t i);
 

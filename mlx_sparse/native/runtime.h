@@ -7,32 +7,32 @@
 #include <exception>
 #include <new>
 
-#include "ort_abi.h"
-
 namespace sparse {
 
-// Number of workers among which work is divided. A session may use fewer threads.
+// Number of workers among which work is divided. A pool may use fewer threads.
 int workers();
 void set_workers(int count);  // for tests; 0 restores the default
 
-// The thread pool of the session. Without a context all tasks run in the calling thread.
+// Threads that run the tasks of a call: those of an ONNX Runtime session, or our own.
 class Pool {
  public:
-  Pool() = default;
-  Pool(const ort::Api* api, const ort::KernelContext* context) : api_(api), context_(context) {}
-
   // Runs task(i) for each i in 0..n-1, in any order and in parallel, and returns when all tasks are done.
   template <class Task>
   void run(int64_t n, const Task& task) const {
-    if (n == 1 || !context_) {
-      for (int64_t i = 0; i < n; i++) task(i);
+    if (n <= 1) {
+      if (n == 1) task(0);
       return;
     }
     Job<Task> job{task, {false}};
-    ort::Status* status = ort::ParallelFor::call(api_, context_, Job<Task>::call, size_t(n), 0, &job);
-    if (status) ort::ReleaseStatus::call(api_, status);
-    if (status || job.failed) throw std::bad_alloc();  // tasks throw nothing else
+    parallel(size_t(n), Job<Task>::call, &job);
+    if (job.failed) throw std::bad_alloc();  // tasks throw nothing else
   }
+
+ protected:
+  ~Pool() = default;
+  using Call = void (*)(void* job, size_t i);
+  // Runs call(job, i) for each i in 0..n-1. Throws std::bad_alloc if the threads do not run it.
+  virtual void parallel(size_t n, Call call, void* job) const = 0;
 
  private:
   template <class Task>
@@ -48,8 +48,16 @@ class Pool {
       }
     }
   };
-  const ort::Api* api_ = nullptr;
-  const ort::KernelContext* context_ = nullptr;
+};
+
+// Our own threads, as many as the machine has processors, or OMP_NUM_THREADS if it is smaller. Calls from several
+// threads share them.
+class Threads final : public Pool {
+ public:
+  static const Threads& shared();
+
+ private:
+  void parallel(size_t n, Call call, void* job) const override;
 };
 
 // Scratch memory of a thread, which persists between calls and only grows, so that repeated calls allocate nothing.

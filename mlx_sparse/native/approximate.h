@@ -80,7 +80,8 @@ inline void load_codes(const uint8_t* p, F* codes) {
 template <int R>
 void approximate_records(const Codes& codes, const float* q, float* work, float* a, int64_t stride) {
   for (int n = 0; n < codes.groups; n++, a += kGroup) {
-    const uint8_t* group = codes.records + n * kRecord;
+    const uint8_t* group = codes.codes + int64_t(n) * codes.code_size;
+    const int64_t range = int64_t(n) * codes.range_size;
     float base[R] = {};
     for (int j = 0; j < kGroup; j += kCodeVectors * W) {
       F total[R][kCodeVectors];
@@ -88,15 +89,16 @@ void approximate_records(const Codes& codes, const float* q, float* work, float*
         for (int v = 0; v < kCodeVectors; v++) total[r][v] = zero();
       }
       for (int i = 0; i < codes.rank; i++) {
-        const uint8_t* record = group + codes.components[i] * codes.stride;
+        const uint8_t* record = group + codes.components[i] * codes.code_stride;
         if (j == 0) {  // prefetch during the products of the first keys, which hide the latency
           __builtin_prefetch(record + codes.ahead, 0, 2);
-          const float lo = half_at(record), step = half_at(record + 2);
+          const int64_t at = range + codes.components[i] * codes.range_stride;
+          const float lo = half_at(codes.lo + at), step = half_at(codes.step + at);
           for (int r = 0; r < R; r++) base[r] += q[i * R + r] * lo;
           for (int r = 0; r < R; r++) work[i * R + r] = q[i * R + r] * step;
         }
         F code[kCodeVectors];
-        load_codes(record + kHeader + j / 2, code);
+        load_codes(record + j / 2, code);
         for (int r = 0; r < R; r++) {
           const F query = set1(work[i * R + r]);
           for (int v = 0; v < kCodeVectors; v++) total[r][v] = fma(query, code[v], total[r][v]);

@@ -68,11 +68,13 @@ struct CodedKeys final : HeadCallback {
 // Queries and the caches that they attend to.
 struct Attention {
   const Kernels* kernels;
-  Type type;
+  Type type;        // of the caches
+  Type query_type;  // of the queries and outputs
   int64_t B, Hq, Hkv, L, C, D;
   const void* query;  // (B, Hq, L, D)
   const void *keys, *values;
   void* output;
+  float* lse = nullptr;  // (B, Hq, L), log-sum-exp of the attended logits, or null
   const int64_t *first, *length;  // (B): valid keys are first <= j < length; position of query i: length - L + i
   float scale;
   int64_t window = 0;
@@ -87,7 +89,20 @@ struct Attention {
     typed().widen(out, plane + first * D * size_of(type), count * D);
   }
   // Offset in bytes of the queries or outputs of the group of KV head h.
-  int64_t group_offset(int64_t b, int64_t h) const { return (b * Hq + h * G()) * L * D * size_of(type); }
+  int64_t group_offset(int64_t b, int64_t h) const { return (b * Hq + h * G()) * L * D * size_of(query_type); }
+  const TypeKernels& query_kernels() const { return kernels->type[query_type]; }
+};
+
+// Int4 scoring keys. Exported files store a record per component and group, which is lo, step and the codes. MLX has an
+// array for each.
+struct CodePlanes {
+  const uint8_t *codes = nullptr, *lo = nullptr, *step = nullptr;
+  int64_t groups = 0;      // number of groups from one component to the next
+  int code_size, range_size;  // bytes from one group to the next
+
+  static CodePlanes of_records(const uint8_t* records, int64_t groups) {
+    return {records + kHeader, records, records + kHeader / 2, groups, kRecord, kRecord};
+  }
 };
 
 // Further inputs and outputs of SparQ, docs/spec/sparq.md.
@@ -96,12 +111,12 @@ struct SparQ {
   bool reallocate, by_key;
   const void* keys_t;    // (B, Hkv, chunks, D, lanes)
   int64_t lanes, plane;  // plane: number of elements per head
-  // Int4 scoring keys in place of keys_t, or null.
-  const uint8_t* codes = nullptr;  // (B, Hkv D, groups, record)
-  int64_t groups = 0;
-  const float* summary = nullptr;  // (B, 3 Hkv, D)
-  // Mean value and deviation (B, Hkv, D) as inputs, or running statistics (B, Hkv, 3, D) to compute them.
-  const float *value_mean = nullptr, *deviation = nullptr, *sums = nullptr;
+  CodePlanes codes;  // int4 scoring keys in place of keys_t; `codes.codes` may be null
+  // Mean value, deviation and center (B, Hkv, D), or a summary (B, 3 Hkv, D) or running statistics (B, Hkv, 3, D) from
+  // which they are computed.
+  const float *value_mean = nullptr, *deviation = nullptr, *center = nullptr;
+  const float *summary = nullptr, *sums = nullptr;
+  float* recall = nullptr;  // (B, Hkv), estimated attention recall (sparq.24), or null
   int32_t* indices = nullptr;  // (B, Hkv, slots) or null
   int64_t slots = 0;
 };
@@ -113,6 +128,9 @@ using SelectKeys = std::function<int64_t(int64_t b, int64_t h, int32_t* listed)>
 // among the workers, because lists may differ in length.
 void attend_lists(const Attention&, int64_t room, const SelectKeys&, const Pool&);
 void attend_sparsely(const Attention&, const SparQ&, const Pool&);
+// Attends to the key blocks that are listed for each row block, in any order. `lists` is (B, Hq, R, N); a number that is
+// not a causal block is an empty slot. Row block r has the queries at positions r size to (r + 1) size - 1.
+void attend_blocks(const Attention&, const int32_t* lists, int64_t N, int64_t size, const Pool&);
 
 // Computes the mean value (sparq.9) and the deviation of (sparq.1) of `valid` tokens from their sums (3, D).
 void sums_to_statistics(const float* sums, int64_t valid, int64_t D, float* mean, float* deviation);
@@ -128,6 +146,9 @@ struct Span {
 // Allocates empty rows for the running softmax of `count` queries. load_queries converts the query rows.
 Rows take_rows(Scratch&, int64_t count, int64_t D);
 size_t rows_bytes(int64_t count, int64_t D);
+
+// Log-sum-exp of a row of a running softmax.
+float lse_of(float top, float sum);
 
 // Loads the rows of queries i0 to i0 + n - 1 of a group, head by head.
 void load_queries(const Attention&, const Rows&, int64_t b, int64_t h, int64_t i0, int64_t n);

@@ -119,16 +119,7 @@ void Sample::attend(const Pool& pool) const {
     const int64_t r = Nk_ - 1 - i / heads, head = i % heads;  // the row blocks with the most keys first
     const Region& region = region_of(r);
     const char* kept = kept_of(head, &region - regions_.data());
-    const int64_t row = std::max<int64_t>(r * s_.block - offset_, 0);
-    const int64_t n = std::min((r + 1) * s_.block - offset_, a_.L) - row;
-    Scratch scratch(Scratch::kTask, RowTile::bytes(a_, n));
-    RowTile tile(a_, {head / a_.Hq, head % a_.Hq, 1, row, n}, scratch);
-    for (int64_t block = 0; block <= r; block++) {
-      if (!attended(kept, region, r, block)) continue;
-      const int64_t end = offset_ + row + n;  // no query of this part attends to later keys
-      tile.attend(block * s_.block, int(std::min(s_.block, end - block * s_.block)));
-    }
-    tile.write();
+    attend_row_block(a_, head, r, s_.block, [&](int64_t block) { return attended(kept, region, r, block); });
   });
 }
 

@@ -1,0 +1,54 @@
+"""Compute exact attention over all keys or over a list of keys with native kernels, for all methods."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..native_call import attend, buffer, ready
+
+
+def attend_indices(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    indices: mx.array,
+    *,
+    scale: float,
+    length: int | None = None,
+    counts: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Compute exact attention of one query per head over the listed keys (sparq.7).
+
+    Args:
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
+        indices, counts: see `core.attend.ops.attend_indices`.
+
+    Returns:
+        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. If a list has only empty
+        slots, its out is 0 and its lse is -inf.
+    """
+    N = indices.shape[2]
+    if N == 0:
+        return mx.zeros_like(queries), mx.full(queries.shape[:3], -mx.inf)
+    if indices.itemsize > 4:  # a number outside int32 may not wrap to a key index
+        indices = mx.where((indices >= 0) & (indices < keys.shape[2]), indices, -1)
+    listed, sizes = ready(indices.astype(mx.int32), None if counts is None else counts.astype(mx.int32))
+    return attend("indices", queries, keys, values, buffer(listed), buffer(sizes), N, scale=scale, length=length)
+
+
+def dense_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    left_padding: mx.array | None,
+    length: int | None = None,
+) -> mx.array:
+    """Compute dense causal attention. The queries are at the last L of the ``length`` positions."""
+    return attend("dense", queries, keys, values, scale=scale, length=length, left_padding=left_padding)[0]
+
+
+def dense_lse(queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> mx.array:
+    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention."""
+    return attend("dense", queries, keys, keys, scale=scale, length=None, left_padding=left_padding)[1]

@@ -1,0 +1,36 @@
+"""Compute attention over lists of key blocks with native kernels, for all prefill methods."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..native_call import attend, buffer, ready
+
+
+def attend_blocks(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    blocks: mx.array,
+    *,
+    block_size: int,
+    scale: float,
+    length: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Compute exact causal attention for every query over the key blocks listed for its row block (sample.8).
+
+    Args:
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
+        blocks: ``(B, Hq, R, N)`` int block indices in any order. A number that is not a block index is an empty slot.
+
+    Returns:
+        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. For queries that attend to no
+        key, ``out`` is 0 and ``lse`` is -inf.
+    """
+    N = blocks.shape[3]
+    if N == 0:
+        return mx.zeros_like(queries), mx.full(queries.shape[:3], -mx.inf)
+    if blocks.itemsize > 4:  # a number outside int32 may not wrap to a block index
+        blocks = mx.where((blocks >= 0) & (blocks < keys.shape[2]), blocks, -1)
+    (lists,) = ready(blocks.astype(mx.int32))
+    return attend("blocks", queries, keys, values, buffer(lists), N, block_size, scale=scale, length=length)

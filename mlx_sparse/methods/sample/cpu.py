@@ -1,0 +1,53 @@
+"""Run SampleAttention with native kernels (docs/spec/sample.md)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...core.blocks.cpu import attend_blocks
+from ...core.blocks.layout import Layout
+from ...core.native_call import begin, buffer, run
+
+
+def sample_select(
+    queries: mx.array,
+    keys: mx.array,
+    *,
+    alpha_column: float,
+    alpha_slash: float,
+    chunks: int,
+    block_size: int,
+    scale: float,
+    length: int | None = None,
+) -> mx.array:
+    """Select key blocks for each row block (sample.7). Return ascending int32 ``(B, Hq, R, Nk)``, padded with -1."""
+    layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
+    lists = np.empty((*queries.shape[:2], layout.row_blocks, layout.key_blocks), np.int32)
+    *kept, call = begin(queries, keys, keys, scale, length)
+    run("sample", ctypes.byref(call), alpha_column, alpha_slash, chunks, block_size, buffer(lists))
+    return mx.array(lists)
+
+
+def sample_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    block_size: int,
+    scale: float,
+    length: int | None = None,
+    **selection: Any,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Run SampleAttention on a prefill chunk. See `methods.sample.ops.sample_attention` for the results.
+
+    Args:
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
+        selection: the other arguments of `sample_select`.
+    """
+    blocks = sample_select(queries, keys, block_size=block_size, scale=scale, length=length, **selection)
+    out, lse = attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale, length=length)
+    return out, lse, blocks

@@ -1,0 +1,61 @@
+"""Run SparQ with native kernels (docs/spec/sparq.md). The functions that prepare scoring keys are those of `ops`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...core import native_call
+from ...core.native_call import attend, buffer, ready
+from .config import Selection
+from .ops import code_keys as code_keys
+from .ops import deviation as deviation
+from .ops import key_spread as key_spread
+from .ops import masked_mean as masked_mean
+from .scoring_keys import KeyCodes
+
+
+def sparq_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    reallocate: bool,
+    value_mean: mx.array | None,
+    length: int | None = None,
+    **parameters: Any,
+) -> tuple[mx.array, ...]:
+    """Run one decode step of SparQ. See `methods.sparq.ops.sparq_attention` for the results.
+
+    Args:
+        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
+        reallocate: if True, add ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
+        parameters: the fields of `Selection`.
+    """
+    selection = Selection(**parameters)
+    keys_t, codes, columns, groups = selection.keys_t, (None, None, None, None), 0, 0
+    if isinstance(keys_t, KeyCodes):
+        keys_t, codes, groups = None, keys_t, keys_t.lo.shape[3]
+    else:
+        keys_t = mx.contiguous(keys.swapaxes(-1, -2)) if keys_t is None else keys_t
+        dtype = mx.result_type(keys, values, keys_t)
+        keys, values, keys_t = (array.astype(dtype) for array in (keys, values, keys_t))
+        columns = keys_t.shape[3]
+    inputs = ready(keys_t, *codes, selection.component_weight, value_mean if reallocate else None)
+    recall = np.empty(keys.shape[:2], np.float32)
+    sizes = selection.rank, selection.top_k, selection.local_window, columns, groups
+    step = native_call.SparQ(*sizes, *map(buffer, inputs), buffer(recall))
+    out, lse = attend(
+        "sparq",
+        queries,
+        keys,
+        values,
+        ctypes.byref(step),
+        scale=selection.scale,
+        length=length,
+        left_padding=selection.left_padding,
+    )
+    return out, lse, mx.array(recall)
