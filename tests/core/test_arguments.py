@@ -291,7 +291,7 @@ def test_every_function_of_a_backend_loads(function: str, backend: str) -> None:
     assert callable(registry.load(function, backend))
 
 
-@pytest.mark.parametrize("backend", ["oracle", "ops", "metal"])
+@pytest.mark.parametrize("backend", ["oracle", "ops", "cpu", "metal"])
 def test_one_file_of_a_backend_defines_a_function(backend: str) -> None:
     package = Path(mlx_sparse.__file__).parent
     files = [path for pattern in registry.FILES[backend] for path in package.glob(pattern)]

@@ -15,10 +15,9 @@ import numpy as np
 import onnx
 import pytest
 import reference
-from adapters import ADAPTERS
+from adapters import ADAPTERS, SETS
 from cases import CASES, Array, Case, assert_same_selection
 from expected import assert_conforms, expected
-from fixtures_onnx import SETS
 from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
     CACHES,
