@@ -69,10 +69,10 @@ def unavailable(backend: str) -> str | None:
 
 
 def _no_cpu() -> str | None:
-    if (reason := not_installed("mlx")) is not None:
-        return reason
-    import mlx.core as mx
-
+    try:
+        import mlx.core as mx
+    except ImportError:
+        return "MLX cannot be imported; run `mlx-sparse doctor` for details"
     if mx.default_device().type != mx.DeviceType.cpu:
         return "the default device is not the CPU; call mx.set_default_device(mx.cpu)"
     return native.unavailable()

@@ -167,17 +167,17 @@ class Call:
             or not (mask is None or is_padding_mask(mask, self.caches))
         ):
             return self._decide(queries, keys, values, cache, scale, mask, sinks)
-        if (hooks := self.hooks) is None:
-            return self._step(layer, queries, cache, scale, sinks)
-        hooks.keys_written(cache)
-        if (reason := hooks.step_reason(cache)) is not None:
-            self.counts.dense_calls[reason] += 1
-            out = None
-        else:
-            out = self._step(layer, queries, cache, scale, sinks)
-        if out is None:
+        reason = None
+        if (hooks := self.hooks) is not None:
+            hooks.keys_written(cache)
+            if (reason := hooks.step_reason(cache)) is not None:
+                self.counts.dense_calls[reason] += 1
+        out = self._step(layer, queries, cache, scale, sinks) if reason is None else None
+        if out is not None:
+            return out
+        if hooks is not None:
             hooks.observe(queries, keys, cache, scale, mask, sinks)
-        return out
+        return self._attend_dense(queries, keys, cache, scale, mask, sinks)
 
     def _step(
         self, layer: LayerPlan, queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
@@ -226,9 +226,7 @@ class Call:
             out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.layer_index(cache))
         if out is None and self.hooks is not None:
             self.hooks.observe(queries, keys, cache, scale, mask, sinks)
-        if out is None and isinstance(mask, str):
-            out = self._attend_dense(queries, keys, cache, scale, sinks)
-        return out
+        return self._attend_dense(queries, keys, cache, scale, mask, sinks) if out is None else out
 
     def attend_one(
         self,
@@ -377,16 +375,20 @@ class Call:
         return mx.concatenate(outs)
 
     def _attend_dense(
-        self, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
+        self, queries: mx.array, keys: Any, cache: SparseCache, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
         """Run this package's dense attention if it saves time or memory. Return None to use mlx-lm's."""
-        plan = self.plan
+        plan, causal = self.plan, isinstance(mask, str)
         if self.checks:
-            return dense.attend_check(plan.backend, queries, keys, cache, scale, sinks)
+            return dense.attend_check(plan.backend, queries, keys, cache, scale, sinks) if causal else None
         # A lossless model needs mlx-lm's attention, which returns the same bits for one query and for several queries.
-        if plan.lossless is not None or sinks is not None or not isinstance(keys, PackedRows):
+        if plan.lossless is not None:
             return None
-        return dense.attend_packed(queries, cache, scale)
+        if isinstance(keys, PackedRows):
+            return dense.attend_packed(queries, cache, scale) if causal and sinks is None else None
+        causal = causal or (queries.shape[2] == 1 if mask is None else is_padding_mask(mask, self.caches))
+        native = causal and isinstance(keys, mx.array) and plan.attends_natively(queries, keys)
+        return dense.attend_native(queries, cache, scale, sinks) if native else None
 
     def layer_index(self, cache: object) -> int:
         """Return the index of ``cache`` among the model's caches, or -1 if the model does not use ``cache``."""

@@ -9,6 +9,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..cache.sparse_cache import SparseCache
 from ..core import registry
+from ..core.attend import cpu
 from ..core.attend import metal_rows as metal
 from ..core.blocks.ops import batch_size, wait_for
 from ..core.packed_rows import Rows
@@ -96,6 +97,13 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
 
     (out,) = cache.by_heads(attend, queries, "ops")
     return out
+
+
+def attend_native(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
+    """Run dense causal attention for ``queries (B, Hq, L, D)``, the last L rows of ``cache``, with native kernels."""
+    keys, values, length = cache.rows("cpu")
+    out, lse = cpu.attend_all(queries, keys, values, scale=scale, left_padding=cache.padding, **length)
+    return out if sinks is None else with_sinks(out, lse, sinks)
 
 
 def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:

@@ -126,6 +126,12 @@ class Plan:
         bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
         return registry.resolve(self.backend, config.name, D=queries.shape[3], G=_group(queries, keys), bits=bits)
 
+    def attends_natively(self, queries: mx.array, keys: mx.array) -> bool:
+        """Return True if dense calls use the native kernels. ``--attn dense`` without a backend stays mlx-lm's own."""
+        if not self.configs and self.backend != "cpu":
+            return False
+        return registry.resolve(self.backend, Dense.name, D=queries.shape[3], G=_group(queries, keys)) == "cpu"
+
     def sizes(
         self, config: Method, queries: mx.array, keys: Rows, cache: SparseCache, backend: str, hooks: CallHooks | None
     ) -> Layer:

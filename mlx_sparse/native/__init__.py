@@ -28,6 +28,7 @@ def unavailable() -> str | None:
     return f"{built}. Install one ({COMPILER}), then run {build_hint()}"
 
 
+@cache
 def path() -> Path | None:
     """Return the path of the library, or None if it was not built."""
     return next((path for folder in folders if (path := Path(folder) / LIBRARY).is_file()), None)

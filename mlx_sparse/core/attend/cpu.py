@@ -36,7 +36,7 @@ def attend_indices(
     return attend("indices", queries, keys, values, buffer(listed), buffer(sizes), N, scale=scale, length=length)
 
 
-def dense_attention(
+def attend_all(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
@@ -44,11 +44,22 @@ def dense_attention(
     scale: float,
     left_padding: mx.array | None,
     length: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Compute dense causal attention. The queries are at the last L of the ``length`` positions.
+
+    Returns:
+        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``.
+    """
+    return attend("dense", queries, keys, values, scale=scale, length=length, left_padding=left_padding)
+
+
+def dense_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, left_padding: mx.array | None
 ) -> mx.array:
-    """Compute dense causal attention. The queries are at the last L of the ``length`` positions."""
-    return attend("dense", queries, keys, values, scale=scale, length=length, left_padding=left_padding)[0]
+    """Compute dense causal attention. Return ``out (B, Hq, L, D)`` in the dtype of ``queries``."""
+    return attend_all(queries, keys, values, scale=scale, left_padding=left_padding)[0]
 
 
 def dense_lse(queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> mx.array:
     """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention."""
-    return attend("dense", queries, keys, keys, scale=scale, length=None, left_padding=left_padding)[1]
+    return attend_all(queries, keys, keys, scale=scale, left_padding=left_padding)[1]
