@@ -6,7 +6,9 @@ Arrays are evaluated and passed as pointers, without a copy if they are contiguo
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+import io
+import threading
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -26,7 +28,7 @@ class Buffer(ctypes.Structure):
     _fields_: ClassVar = [("data", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
 
 
-def _fields(sizes: str, buffers: str) -> list[tuple[str, Any]]:
+def _fields(sizes: str, buffers: str) -> Any:
     return [*((name, ctypes.c_int64) for name in sizes.split()), *((name, Buffer) for name in buffers.split())]
 
 
@@ -35,7 +37,9 @@ class Attention(ctypes.Structure):
 
     _fields_: ClassVar = [
         *_fields("B Hq Hkv L capacity length D", ""),
-        *[("query_type", ctypes.c_int32), ("type", ctypes.c_int32), ("scale", ctypes.c_float)],
+        ("query_type", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("scale", ctypes.c_float),
         *_fields("", "queries keys values left_padding out lse"),
     ]
 
@@ -68,9 +72,61 @@ ARGUMENTS: dict[str, list[Any]] = {
 }
 
 
-def ready(*arrays: mx.array | None) -> list[mx.array | None]:
-    """Evaluate the arrays and return them. Arrays that are not contiguous are copied."""
-    mx.eval(*(array for array in arrays if array is not None))
+class _Probes(threading.local):
+    """Number of times that the Python code of `_probe` has run in this thread."""
+
+    count = 0
+
+
+_probes = _Probes()
+
+
+@partial(mx.compile, shapeless=True)
+def _probe(*arrays: mx.array) -> mx.array:
+    _probes.count += 1
+    return arrays[0]
+
+
+def traced(*arrays: mx.array) -> bool:
+    """Return True if `mx.compile`, `mx.vmap`, `mx.grad` or a similar function traces one of the arrays.
+
+    A compiled function runs its Python code if it traces an argument. Without tracing, it runs this code only for new
+    types and numbers of axes, or after `mx.disable_compile`.
+    """
+    before = _probes.count
+    _probe(*arrays)
+    return _probes.count > before and any(map(_keeps_graph, arrays))
+
+
+def _keeps_graph(array: mx.array) -> bool:
+    """Return True if results of ``array`` cannot be evaluated, or keep their inputs when they are evaluated."""
+    first, graph = array.flatten()[:1] + 0, io.StringIO()
+    try:
+        mx.eval(first)
+    except ValueError:
+        return True
+    mx.export_to_dot(graph, first)
+    return "label" in graph.getvalue()
+
+
+def unsupported(*arrays: Any) -> str | None:
+    """Return the reason why native kernels cannot run on the arrays, or None."""
+    for array in arrays:
+        if array.dtype not in TYPES:
+            return f"its kernels take float32, float16 and bfloat16, not {str(array.dtype).removeprefix('mlx.core.')}"
+    return "it does not run inside mx.compile, mx.vmap or mx.grad" if traced(*arrays) else None
+
+
+def ready(*arrays: mx.array | None) -> list[Any]:
+    """Evaluate the arrays and return them. Arrays that are not contiguous are copied.
+
+    Raises:
+        BackendUnavailable: a function such as `mx.grad` traces one of the arrays.
+    """
+    given = [array for array in arrays if array is not None]
+    if given and traced(*given):
+        raise BackendUnavailable("backend: expected ops inside mx.compile, mx.vmap and mx.grad, got cpu.")
+    mx.eval(*given)
     return [array if array is None or _contiguous(array) else _copied(array) for array in arrays]
 
 
@@ -113,7 +169,7 @@ def attend(
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries``, and float32 ``lse (B, Hq, L)``.
     """
-    queries, keys, values, padding, call = begin(queries, keys, values, scale, length, left_padding)
+    queries, keys, values, _padding, call = begin(queries, keys, values, scale, length, left_padding)
     out = np.empty(queries.shape, TYPES[queries.dtype][1])
     lse = np.empty(queries.shape[:3], np.float32)
     call.out, call.lse = buffer(out), buffer(lse)
@@ -137,12 +193,12 @@ def begin(
         dtype = mx.result_type(keys, values)
         keys, values = keys.astype(dtype), values.astype(dtype)
     padding = None if left_padding is None else left_padding.astype(mx.int32)
-    arrays = ready(queries, keys, values, padding)
+    arrays = queries, keys, values, padding = ready(queries, keys, values, padding)
     (B, Hq, L, D), (_, Hkv, capacity, _) = queries.shape, keys.shape
     types = TYPES[queries.dtype][0], TYPES[keys.dtype][0]
     length = capacity if length is None else length
     call = Attention(B, Hq, Hkv, L, capacity, length, D, *types, scale, *map(buffer, arrays))
-    return *arrays, call
+    return queries, keys, values, padding, call
 
 
 def run(function: str, *arguments: Any) -> None:
@@ -165,9 +221,9 @@ class _Functions(dict[str, Any]):
     """Functions of the library by name, which return a message or None."""
 
     def __missing__(self, name: str) -> Any:
-        self[name] = function = native.library()[f"mlx_sparse_{name}"]
+        function = native.library()[f"mlx_sparse_{name}"]
         function.restype, function.argtypes = ctypes.c_char_p, ARGUMENTS[name]
-        return function
+        return self.setdefault(name, function)  # only now, because other threads may call it at once
 
 
 @cache
