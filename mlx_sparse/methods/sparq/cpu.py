@@ -36,15 +36,16 @@ def sparq_attention(
         parameters: the fields of `Selection`.
     """
     selection = Selection(**parameters)
-    keys_t, codes, columns, groups = selection.keys_t, (None, None, None, None), 0, 0
-    if isinstance(keys_t, KeyCodes):
-        keys_t, codes, groups = None, keys_t, keys_t.lo.shape[3]
+    columns = groups = 0
+    scored: tuple[Any, ...]
+    if isinstance(selection.keys_t, KeyCodes):
+        scored, groups = (None, *selection.keys_t), selection.keys_t.lo.shape[3]
     else:
-        keys_t = mx.contiguous(keys.swapaxes(-1, -2)) if keys_t is None else keys_t
+        keys_t = mx.contiguous(keys.swapaxes(-1, -2)) if selection.keys_t is None else selection.keys_t
         dtype = mx.result_type(keys, values, keys_t)
         keys, values, keys_t = (array.astype(dtype) for array in (keys, values, keys_t))
-        columns = keys_t.shape[3]
-    inputs = ready(keys_t, *codes, selection.component_weight, value_mean if reallocate else None)
+        scored, columns = (keys_t, None, None, None, None), keys_t.shape[3]
+    inputs = ready(*scored, selection.component_weight, value_mean if reallocate else None)
     recall = np.empty(keys.shape[:2], np.float32)
     sizes = selection.rank, selection.top_k, selection.local_window, columns, groups
     step = native_call.SparQ(*sizes, *map(buffer, inputs), buffer(recall))
