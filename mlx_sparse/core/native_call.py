@@ -28,18 +28,16 @@ class Buffer(ctypes.Structure):
     _fields_: ClassVar = [("data", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
 
 
-def _fields(sizes: str, buffers: str) -> Any:
+def _fields(sizes: str, buffers: str) -> list[tuple[str, Any]]:
     return [*((name, ctypes.c_int64) for name in sizes.split()), *((name, Buffer) for name in buffers.split())]
 
 
 class Attention(ctypes.Structure):
     """``SparseAttention`` of c_api.h."""
 
-    _fields_: ClassVar = [
+    _fields_: ClassVar[Any] = [
         *_fields("B Hq Hkv L capacity length D", ""),
-        ("query_type", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-        ("scale", ctypes.c_float),
+        *[("query_type", ctypes.c_int32), ("type", ctypes.c_int32), ("scale", ctypes.c_float)],
         *_fields("", "queries keys values left_padding out lse"),
     ]
 
@@ -169,7 +167,7 @@ def attend(
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries``, and float32 ``lse (B, Hq, L)``.
     """
-    queries, keys, values, _padding, call = begin(queries, keys, values, scale, length, left_padding)
+    call = begin(queries, keys, values, scale, length, left_padding)
     out = np.empty(queries.shape, TYPES[queries.dtype][1])
     lse = np.empty(queries.shape[:3], np.float32)
     call.out, call.lse = buffer(out), buffer(lse)
@@ -184,21 +182,23 @@ def begin(
     scale: float,
     length: int | None,
     left_padding: mx.array | None = None,
-) -> tuple[Any, Any, Any, Any, Attention]:
-    """Evaluate the arrays. Return them, because the caller must keep them, and the arguments of a call without results.
+) -> Attention:
+    """Evaluate the arrays and return the arguments of a call without results. See `attend`.
 
-    ``left_padding`` is int ``(B,)``, the first valid key of each sequence.
+    Args:
+        left_padding: int ``(B,)``, first valid key of each sequence; None if no key is padding.
     """
     if keys.dtype != values.dtype:
         dtype = mx.result_type(keys, values)
         keys, values = keys.astype(dtype), values.astype(dtype)
     padding = None if left_padding is None else left_padding.astype(mx.int32)
-    arrays = queries, keys, values, padding = ready(queries, keys, values, padding)
+    arrays = ready(queries, keys, values, padding)
     (B, Hq, L, D), (_, Hkv, capacity, _) = queries.shape, keys.shape
     types = TYPES[queries.dtype][0], TYPES[keys.dtype][0]
     length = capacity if length is None else length
     call = Attention(B, Hq, Hkv, L, capacity, length, D, *types, scale, *map(buffer, arrays))
-    return queries, keys, values, padding, call
+    call.arrays = arrays  # which must exist during the call
+    return call
 
 
 def run(function: str, *arguments: Any) -> None:

@@ -27,7 +27,7 @@ def sample_select(
     """Select key blocks for each row block (sample.7). Return ascending int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     lists = np.empty((*queries.shape[:2], layout.row_blocks, layout.key_blocks), np.int32)
-    *_arrays, call = begin(queries, keys, keys, scale, length)
+    call = begin(queries, keys, keys, scale, length)
     chunks = min(chunks, layout.row_blocks)  # a number above 64 bits would wrap
     run("sample", ctypes.byref(call), alpha_column, alpha_slash, chunks, block_size, buffer(lists))
     return mx.array(lists)

@@ -36,18 +36,17 @@ def sparq_attention(
         parameters: the fields of `Selection`.
     """
     selection = Selection(**parameters)
-    keys_t, codes = selection.keys_t, KeyCodes(None, None, None, None)
     columns = groups = 0
-    if isinstance(keys_t, KeyCodes):
-        codes, groups = keys_t, keys_t.lo.shape[3]
-        keys_t = None
+    scored: tuple[Any, ...]
+    if isinstance(selection.keys_t, KeyCodes):
+        scored, groups = (None, *selection.keys_t), selection.keys_t.lo.shape[3]
     else:
-        keys_t = mx.contiguous(keys.swapaxes(-1, -2)) if keys_t is None else keys_t
+        keys_t = mx.contiguous(keys.swapaxes(-1, -2)) if selection.keys_t is None else selection.keys_t
         dtype = mx.result_type(keys, values, keys_t)
         keys, values, keys_t = (array.astype(dtype) for array in (keys, values, keys_t))
-        columns = keys_t.shape[3]
+        scored, columns = (keys_t, None, None, None, None), keys_t.shape[3]
     value_mean = value_mean.astype(mx.float32) if reallocate and value_mean is not None else None
-    inputs = ready(keys_t, *codes, selection.component_weight, value_mean)
+    inputs = ready(*scored, selection.component_weight, value_mean)
     recall = np.empty(keys.shape[:2], np.float32)
     sizes = selection.rank, selection.top_k, selection.local_window, columns, groups
     step = native_call.SparQ(*sizes, *map(buffer, inputs), buffer(recall))
