@@ -102,8 +102,13 @@ const char* guarded(const Function& function) {
 
 EXPORTED int mlx_sparse_abi() { return 1; }
 
-EXPORTED const char* mlx_sparse_dense(const SparseAttention* given) {
-  return guarded([&] { attend_densely(Call(*given), Threads::shared()); });
+EXPORTED const char* mlx_sparse_dense(const SparseAttention* given, int64_t window) {
+  return guarded([&] {
+    require(window >= 0, "window", "0 or more");
+    Call a(*given);
+    a.window = window;
+    attend_densely(a, Threads::shared());
+  });
 }
 
 EXPORTED const char* mlx_sparse_sparq(const SparseAttention* given, const SparseSparQ* parameters) {
