@@ -61,7 +61,7 @@ class Buckets(ctypes.Structure):
 
 _CALL, _SIZE = ctypes.POINTER(Attention), ctypes.c_int64
 ARGUMENTS: dict[str, list[Any]] = {
-    "dense": [_CALL],
+    "dense": [_CALL, _SIZE],
     "sparq": [_CALL, ctypes.POINTER(SparQ)],
     "indices": [_CALL, Buffer, Buffer, _SIZE],
     "blocks": [_CALL, Buffer, _SIZE, _SIZE],

@@ -99,6 +99,7 @@ class Call:
         caches: the caches of all layers.
         hooks: `CallHooks` of the decode method; None if the method has no hooks.
         counts: numbers of sparse and dense attention calls in this forward pass, and of the bytes that the calls move.
+        dense: dense attention of this package, for calls that no method serves.
         checks: True if the model is lossless and this forward pass checks draft tokens or is a dense decode step.
     """
 
@@ -121,6 +122,7 @@ class Call:
             self.hooks.counts = self.counts
         phase = _phase.get()
         self.checks = phase is Phase.CHECK
+        self.dense = dense.DenseAttention(plan, caches, checks=self.checks)
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if a decode step may be sparse
         self._planned = plan.decodes and self._drafts
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
@@ -177,7 +179,7 @@ class Call:
             return out
         if hooks is not None:
             hooks.observe(queries, keys, cache, scale, mask, sinks)
-        return self._attend_dense(queries, keys, cache, scale, mask, sinks)
+        return self.dense.attend(queries, keys, values, cache, scale, mask, sinks)
 
     def _step(
         self, layer: LayerPlan, queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
@@ -217,7 +219,7 @@ class Call:
             return None
         if reason is not None:
             self.counts.dense_calls[reason] += 1
-            return None
+            return self.dense.attend_natively(queries, keys, values, None, scale, mask, sinks)
         if self.hooks is not None and self.plan.decodes:
             self.hooks.keys_written(cache)
         if isinstance(cache, SparseBatch) and self._differs_by_sequence(queries.shape[2], cache):
@@ -226,7 +228,7 @@ class Call:
             out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.layer_index(cache))
         if out is None and self.hooks is not None:
             self.hooks.observe(queries, keys, cache, scale, mask, sinks)
-        return self._attend_dense(queries, keys, cache, scale, mask, sinks) if out is None else out
+        return self.dense.attend(queries, keys, values, cache, scale, mask, sinks) if out is None else out
 
     def attend_one(
         self,
@@ -373,22 +375,6 @@ class Call:
                 out = dense.attend_sequence(part, one, scale, sinks)
             outs[sequence] = mx.pad(out, [(0, 0), (0, 0), (start, queries.shape[2] - start - n), (0, 0)])
         return mx.concatenate(outs)
-
-    def _attend_dense(
-        self, queries: mx.array, keys: Any, cache: SparseCache, scale: float, mask: Mask, sinks: mx.array | None
-    ) -> mx.array | None:
-        """Run this package's dense attention if it saves time or memory. Return None to use mlx-lm's."""
-        plan, causal = self.plan, isinstance(mask, str)
-        if self.checks:
-            return dense.attend_check(plan.backend, queries, keys, cache, scale, sinks) if causal else None
-        # A lossless model needs mlx-lm's attention, which returns the same bits for one query and for several queries.
-        if plan.lossless is not None:
-            return None
-        if isinstance(keys, PackedRows):
-            return dense.attend_packed(queries, cache, scale) if causal and sinks is None else None
-        causal = causal or (queries.shape[2] == 1 if mask is None else is_padding_mask(mask, self.caches))
-        native = causal and isinstance(keys, mx.array) and plan.attends_natively(queries, keys)
-        return dense.attend_native(queries, cache, scale, sinks) if native else None
 
     def layer_index(self, cache: object) -> int:
         """Return the index of ``cache`` among the model's caches, or -1 if the model does not use ``cache``."""

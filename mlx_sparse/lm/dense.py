@@ -7,12 +7,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from ..cache.kv_cache import Mask, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..core import registry
 from ..core.attend import cpu
 from ..core.attend import metal_rows as metal
 from ..core.blocks.ops import batch_size, wait_for
-from ..core.packed_rows import Rows
+from ..core.packed_rows import PackedRows, Rows
+from .plan import Plan
 
 # Limits of MLX's attention kernel for few queries: queries, query rows of a KV head (query heads x queries), head dim.
 QUERIES, ROWS, HEAD_DIMS = 8, 32, (64, 96, 128, 256)
@@ -99,11 +101,89 @@ def attend_packed(queries: mx.array, cache: SparseCache, scale: float) -> mx.arr
     return out
 
 
-def attend_native(queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None) -> mx.array:
-    """Run dense causal attention for ``queries (B, Hq, L, D)``, the last L rows of ``cache``, with native kernels."""
-    keys, values, length = cache.rows("cpu")
-    out, lse = cpu.attend_all(queries, keys, values, scale=scale, left_padding=cache.padding, **length)
-    return out if sinks is None else with_sinks(out, lse, sinks)
+class DenseAttention:
+    """Dense attention of one forward pass of an enabled model, where it saves time or memory.
+
+    Args:
+        plan: `Plan` of the enabled model.
+        caches: the caches of all layers.
+        checks: True if the model is lossless and this forward pass checks draft tokens or is a dense decode step.
+    """
+
+    def __init__(self, plan: Plan, caches: list[object], *, checks: bool) -> None:
+        self._plan, self._caches, self._checks = plan, caches, checks
+        self._window: tuple[mx.array, int | None] | None = None  # mask of the last layer with a window, and its size
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: SparseCache,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Attend to the rows of ``cache``, or return None to use mlx-lm's attention."""
+        plan, causal = self._plan, isinstance(mask, str)
+        if self._checks:
+            return attend_check(plan.backend, queries, keys, cache, scale, sinks) if causal else None
+        if isinstance(keys, PackedRows):
+            own = causal and sinks is None and plan.lossless is None
+            return attend_packed(queries, cache, scale) if own else None
+        return self.attend_natively(queries, keys, values, cache, scale, mask, sinks)
+
+    def attend_natively(
+        self,
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: SparseCache | None,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Attend with native kernels, or return None to use mlx-lm's attention.
+
+        Args:
+            cache: the cache with the rows ``keys`` and ``values``; None if it is not a sparse cache.
+        """
+        if not (
+            isinstance(keys, mx.array) and keys.shape == values.shape and self._plan.attends_natively(queries, keys)
+        ):
+            return None
+        (L, S), length, padding, window = (queries.shape[2], keys.shape[2]), S, None, 0
+        if L == 1 if mask is None else is_padding_mask(mask, self._caches):
+            if cache is not None:
+                keys, values, length, padding = cache.key_rows, cache.value_rows, cache.length, cache.padding
+            elif isinstance(mask, mx.array):
+                return None
+        elif isinstance(mask, mx.array) and (found := self._window_of(mask, L, length)) is not None:
+            window = found
+        else:
+            return None
+        how: dict[str, Any] = {"length": length, "left_padding": padding, "window": window}
+        out, lse = cpu.attend_all(queries, keys, values, scale=scale, **how)
+        return out if sinks is None else with_sinks(out, lse, sinks)
+
+    def _window_of(self, mask: mx.array, L: int, S: int) -> int | None:
+        if self._window is None or self._window[0] is not mask:  # layers share a mask
+            self._window = mask, window_of(mask, L, S)
+        return self._window[1]
+
+
+def window_of(mask: mx.array, L: int, S: int) -> int | None:
+    """Return the number of keys in the sliding window that ``mask`` describes, or None for any other mask.
+
+    The L queries are at the last of the S positions. A query attends to the last keys up to its own position.
+    """
+    if mask.dtype != mx.bool_ or mask.size != L * S:
+        return None
+    mask = mask.reshape(L, S)
+    size = int(mask[-1].sum())
+    distance = mx.arange(S - L, S)[:, None] - mx.arange(S)
+    same = mx.array_equal(mask, (distance >= 0) & (distance < size))
+    return size if size and bool(same) else None
 
 
 def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:

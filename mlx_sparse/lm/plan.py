@@ -127,8 +127,12 @@ class Plan:
         return registry.resolve(self.backend, config.name, D=queries.shape[3], G=_group(queries, keys), bits=bits)
 
     def attends_natively(self, queries: mx.array, keys: mx.array) -> bool:
-        """Return True if dense calls use the native kernels. ``--attn dense`` without a backend stays mlx-lm's own."""
-        if not self.configs and self.backend != "cpu":
+        """Return True if dense calls use the native kernels.
+
+        ``--attn dense`` without a backend stays mlx-lm's own. So does a lossless model, because mlx-lm's attention
+        returns the same bits for one query and for several queries.
+        """
+        if self.lossless is not None or not (self.configs or self.backend == "cpu"):
             return False
         return registry.resolve(self.backend, Dense.name, D=queries.shape[3], G=_group(queries, keys)) == "cpu"
 

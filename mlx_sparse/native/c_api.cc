@@ -107,8 +107,13 @@ const char* guarded(const Function& function) {
 
 EXPORTED int mlx_sparse_abi() { return 1; }
 
-EXPORTED const char* mlx_sparse_dense(const SparseAttention* given) {
-  return guarded([&] { attend_densely(Call(checked(given)), Threads::shared()); });
+EXPORTED const char* mlx_sparse_dense(const SparseAttention* given, int64_t window) {
+  return guarded([&] {
+    Call a(checked(given));
+    check_sizes(0, {window});
+    a.window = window;
+    attend_densely(a, Threads::shared());
+  });
 }
 
 EXPORTED const char* mlx_sparse_sparq(const SparseAttention* given, const SparseSparQ* parameters) {

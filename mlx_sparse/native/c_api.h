@@ -48,7 +48,8 @@ struct SparseBuckets {
 // The version of this interface. It changes with every change of a structure or a function.
 int mlx_sparse_abi();
 
-const char* mlx_sparse_dense(const SparseAttention*);
+// window: number of last keys that a query attends to; 0 for all keys.
+const char* mlx_sparse_dense(const SparseAttention*, int64_t window);
 const char* mlx_sparse_sparq(const SparseAttention*, const SparseSparQ*);
 // indices: int32 (B, Hkv, N). counts: int32 (B, Hkv), or no data if every list has N entries.
 const char* mlx_sparse_indices(const SparseAttention*, SparseBuffer indices, SparseBuffer counts, int64_t N);

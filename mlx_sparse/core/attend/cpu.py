@@ -42,15 +42,19 @@ def attend_all(
     values: mx.array,
     *,
     scale: float,
-    left_padding: mx.array | None,
+    left_padding: mx.array | None = None,
     length: int | None = None,
+    window: int = 0,
 ) -> tuple[mx.array, mx.array]:
     """Compute dense causal attention. The queries are at the last L of the ``length`` positions.
+
+    Args:
+        window: number of last keys, up to its own position, that a query attends to; 0 for all keys.
 
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``.
     """
-    return attend("dense", queries, keys, values, scale=scale, length=length, left_padding=left_padding)
+    return attend("dense", queries, keys, values, window, scale=scale, length=length, left_padding=left_padding)
 
 
 def dense_attention(
