@@ -152,7 +152,7 @@ class DenseAttention:
             isinstance(keys, mx.array) and keys.shape == values.shape and self._plan.attends_natively(queries, keys)
         ):
             return None
-        (L, S), length, padding, window = (queries.shape[2], keys.shape[2]), S, None, 0
+        L, length, padding, window = queries.shape[2], keys.shape[2], None, 0
         if L == 1 if mask is None else is_padding_mask(mask, self._caches):
             if cache is not None:
                 keys, values, length, padding = cache.key_rows, cache.value_rows, cache.length, cache.padding
