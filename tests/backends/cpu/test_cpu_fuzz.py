@@ -80,12 +80,18 @@ def draws(draw: Any, most: int = 1, padded: bool = True) -> Draw:
     )
 
 
-@given(draws(most=300))
+@given(draws(most=300), st.sampled_from([0, 1, 5, 70, 2**31 - 1]))
 @fuzz
-def test_dense_attention_is_exact(case: Draw) -> None:
-    how = {"scale": case.D**-0.5, "left_padding": case.padding}
-    q, k, v = case.rows
-    case.close(case.run("dense"), attend.dense_attention(q, k, v, **how), attend.dense_lse(q, k, **how))
+def test_dense_attention_is_exact(case: Draw, window: int) -> None:
+    (q, k, v), wanted = case.rows, []
+    for i in range(case.L):
+        end = case.S - case.L + i + 1
+        first = np.maximum(case.padding or [0] * case.B, end - window if window else 0)
+        how: dict[str, Any] = {"scale": case.D**-0.5, "left_padding": first}
+        rows = q[:, :, i : i + 1], k[:, :, :end], v[:, :, :end]
+        wanted.append((attend.dense_attention(*rows, **how), attend.dense_lse(*rows[:2], **how)))
+    out, lse = (np.concatenate(each, axis=2) for each in zip(*wanted, strict=True))
+    case.close(case.run("dense", window), out, lse)
 
 
 @given(draws(padded=False), st.integers(1, 700))
