@@ -173,7 +173,7 @@ def test_matrix_prints_every_method_and_backend_as_text_and_as_json(capsys: pyte
     rows = {row["method"]: row for row in json.loads(out)}
     assert code == 0
     here = "yes" if mx.metal.is_available() else "MLX finds no Metal GPU on this machine"
-    found = {name: registry.unavailable(name) or "yes" for name in ("triton", "onnx", "ort")}
+    found = {name: registry.unavailable(name) or "yes" for name in ("cpu", "triton", "onnx", "ort")}
     assert rows["sparq"]["backends"] == {"oracle": "yes", "ops": "yes", "metal": here, **found}
 
 
