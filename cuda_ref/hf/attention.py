@@ -161,7 +161,7 @@ def _call_reasons(
 ) -> Iterator[str]:
     """Yield the reasons why an attention call is dense. Checks that wait for the GPU come last."""
     L, S = query.shape[2], key.shape[2]
-    if L > 1 and (reason := chunk_refusal(None, L, S)) is not None:
+    if L > 1 and (reason := chunk_refusal(None, facts, L, S)) is not None:
         yield reason
     if not (query.is_cuda or interpreted()):
         yield "on a device without Triton"
