@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from ..api.call_report import Report
-    from .command import Session
+    from .session import Session
 
 # Name of the request kind for each output type of a task, where the two names differ in lm-eval.
 REQUESTS = {"multiple_choice": "loglikelihood"}
