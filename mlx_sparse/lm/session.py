@@ -320,9 +320,9 @@ class Session:
 
     def calls(self) -> Counts:
         """Return the call counts of all models. Its ``prefill`` is the number of sparse prefill calls, or None."""
-        found = [report.calls() for report in list(self.reports.values())]
+        found = list(self.reports.values())
         return Counts(
-            sum(counts.sparse_calls for counts in found),
-            sum((counts.dense_calls for counts in found), Counter()),
-            prefill=None if self.prefill is None else sum(counts.prefill.calls for counts in found if counts.prefill),
+            sum(report.sparse_calls for report in found),
+            sum((report.dense_calls for report in found), Counter()),
+            prefill=None if self.prefill is None else sum(report.prefill.calls for report in found if report.prefill),
         )
