@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from . import reasons
-from .base import NEVER, Method, Prefill
+
+if TYPE_CHECKING:
+    from .base import Method, Prefill
+
+NEVER = 1 << 40  # crossover length in keys for methods that stay dense at every context length
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,7 @@ def exclusion(config: Method, facts: Facts) -> str | None:
     """Return the reason why ``config`` is dense at every length in a layer and under a mask, or None."""
     if facts.sinks and not config.supports_sinks(facts.G):
         return reasons.SINKS
-    if facts.other_mask:
-        return reasons.ARRAY_MASK
-    return None if isinstance(config, Prefill) else facts.unready
+    return reasons.ARRAY_MASK if facts.other_mask else facts.unready
 
 
 def refusal(config: Method | None, facts: Facts) -> str | None:

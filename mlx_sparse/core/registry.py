@@ -47,8 +47,8 @@ DEFINED = re.compile(r"^(?:def|class) (\w+)|\b(\w+) as \2\b", re.MULTILINE)
 # Registers and threadgroup memory limit the head dim and the query rows per KV head of the Metal kernels. A thread
 # accumulates up to METAL_GROUP rows; `attend_rows`, the dense verification step, supports up to METAL_ROWS.
 METAL_HEAD_DIM, METAL_GROUP, METAL_ROWS = 256, 16, 128
-# These functions use the matrix units in tiles of 16 components, and support any number of query rows per KV head.
-MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks"})
+# These functions use the matrix units in tiles of 16 components, and support more query rows per KV head.
+MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks", "attend_rows"})
 
 
 def unavailable(backend: str) -> str | None:

@@ -14,8 +14,8 @@ from ..cache.sparse_cache import SparseCache
 from ..cache.sparse_cache import Step as BoundStep
 from ..calibrate import Calibration, Layer, describe
 from ..core import reasons, registry
-from ..core.base import NEVER, Dense, Method, Prefill, Step
-from ..core.decide import Facts, decide, exclusion
+from ..core.base import Dense, Method, Prefill, Step
+from ..core.decide import NEVER, Facts, decide, exclusion
 from ..core.packed_rows import PackedRows, Rows
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
@@ -254,7 +254,11 @@ class Probe:
             ConfigError: a parameter does not fit the head dim.
         """
         plan = self.plan
-        found = [(config, exclusion(config, facts)) for config in plan.configs or [Dense()]]
+        without_hooks = replace(facts, unready=None)  # the hooks belong to the decode method
+        found = [
+            (config, exclusion(config, facts if config is plan.decode else without_hooks))
+            for config in plan.configs or [Dense()]
+        ]
         serving = [config for config, reason in found if reason is None]
         for config in serving:
             if not config.sparse:  # dense attention, also over a cache that is quantized later

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..api.call_report import JSON_KEY, Counts, Report, listing
 from ..checks import ConfigError, SparseAttentionError
 from ..core import registry
-from ..core.base import NEVER, Method, Prefill
+from ..core.base import Method, Prefill
+from ..core.decide import NEVER
 from ..model_info import is_drafter
 from .distributed.ranks import Ranks, difference, facts_of
 from .loading import has_all_weights, loading, quantizing, refuse_rotating_cache, unfit_warning

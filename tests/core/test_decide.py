@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_sparse.core import reasons
-from mlx_sparse.core.base import NEVER, Method, Prefill
-from mlx_sparse.core.decide import Facts, chunk_refusal, decide, refusal
+from mlx_sparse.core.base import Method, Prefill
+from mlx_sparse.core.decide import NEVER, Facts, chunk_refusal, decide, refusal
 from mlx_sparse.methods import HyperAttention, Quest, Sample, SparQ, Streaming
 
 CONFIGS = st.sampled_from(
@@ -92,7 +92,7 @@ def test_a_method_that_saves_nothing_is_dense_at_every_length() -> None:
         (Sample(), Facts(other_mask=True), 512, 512, reasons.ARRAY_MASK),
         (Sample(), Facts(causal=False), 512, 512, reasons.NOT_CAUSAL),
         (Sample(), Facts(), 512, 512, reasons.shorter_than(Sample().shortest_context())),
-        (Sample(dense_below=0, block_size=32), Facts(sinks=True, unready="decode only"), 512, 512, None),
+        (Sample(dense_below=0, block_size=32), Facts(sinks=True), 512, 512, None),
         (HyperAttention(), Facts(sinks=True), 512, 512, reasons.SINKS),
     ],
 )
