@@ -213,11 +213,12 @@ class Call:
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(queries, keys, values, cache)
         if self.probe is not None:
-            if reason is None:  # the rest depends on settings that the trial call finds
+            found: Any = reason
+            if reason is None:  # the rest depends on `grouped`, which is known after the trial call
                 facts = self.facts(queries, keys, cache, mask, sinks)
                 self.probe.grouped |= facts.G > 1
-                later = functools.partial(self.probe.reason, queries, keys, cache, facts, self.hooks)
-            self.probe.seen.append((cache, reason or later))
+                found = functools.partial(self.probe.reason, queries, keys, cache, facts, self.hooks)
+            self.probe.seen.append((cache, found))
             return None
         if reason is not None:
             self.counts.dense_calls[reason] += 1
