@@ -156,7 +156,7 @@ def test_differing_options_are_named_unless_local(folder: Path, tmp_path: Path):
 
     same = "expected the same value on all ranks, got"
     assert message({}, {}, {"port": 2}) is None
-    assert message({}, {"attn": "quest"}, {}) == f"--attn: {same} sparq on ranks 0 and 2 and quest on rank 1."
+    assert message({}, {"attn": "h2o"}, {}) == f"--attn: {same} sparq on ranks 0 and 2 and h2o on rank 1."
     assert message({"pipeline": True}, {}) == f"--pipeline: {same} yes on rank 0 and no on rank 1."
     assert message({}, {"attn": None, "pipeline": True}) == f"--attn: {same} sparq on rank 0 and none on rank 1."
     texts = message({"prompt": "w1 " * 99}, {"prompt": "w2 " * 99})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,15 +23,11 @@ import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.core import launch, registry
 from mlx_sparse.core.attend import metal as attend
-from mlx_sparse.core.attend import metal_merge as merge
-from mlx_sparse.core.attend import metal_rows as attend_rows
-from mlx_sparse.core.blocks import metal as blocks
-from mlx_sparse.core.select import metal as select
 from mlx_sparse.methods import SparQ
-from mlx_sparse.methods.quest import metal as quest
 from mlx_sparse.methods.saap import metal as saap
-from mlx_sparse.methods.sample import metal as sample
 from mlx_sparse.methods.sparq import metal as sparq
+
+PACKAGE = Path(mlx_sparse.__file__).parent
 
 # the decode step
 
@@ -169,7 +167,8 @@ def test_without_a_metal_gpu_metal_is_refused_and_auto_is_ops() -> None:
 
 # comments of the kernels
 
-MODULES = (attend, attend_rows, blocks, merge, quest, saap, sample, select, sparq)
+FILES = [file.relative_to(PACKAGE.parent).with_suffix("") for file in PACKAGE.rglob("metal*.py")]
+MODULES = [importlib.import_module(".".join(file.parts)) for file in sorted(FILES)]
 KERNELS = [value for module in MODULES for value in vars(module).values() if isinstance(value, launch.Kernel)]
 
 
