@@ -26,8 +26,9 @@ from . import __version__
 from .cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from .cache.sparse_cache import SparseCache
 from .checks import ArtefactError
-from .core.base import NEVER, Method, Prefill, Step
+from .core.base import Method, Prefill, Step
 from .core.blocks.layout import Layout
+from .core.decide import NEVER
 from .files import cache_directory, read_regular, replace_file
 
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement

@@ -10,8 +10,6 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from ..cache.kv_cache import Mask, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..core import registry
-from ..core.attend import cpu
-from ..core.attend import metal_rows as metal
 from ..core.blocks.ops import batch_size, wait_for
 from ..core.packed_rows import PackedRows, Rows
 from .plan import Plan
@@ -25,10 +23,14 @@ def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
 
     Set ``packed`` to True for a quantized KV cache.
     """
-    ours = (
-        backend != "ops" and not packed and metal.supports(D, registry.METAL_ROWS) and not registry.unavailable("metal")
-    )
-    return registry.METAL_ROWS if ours else ROWS
+    if (
+        backend == "ops"
+        or packed
+        or registry.unsupported("metal", "attend_rows", D, 1)
+        or registry.unavailable("metal")
+    ):
+        return ROWS
+    return registry.METAL_ROWS
 
 
 def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
@@ -63,7 +65,7 @@ def attend_check(
     if not large_group(backend, queries, keys):
         return None
     rows, values, _ = cache.rows("metal")
-    out, lse = metal.attend_rows(queries, rows, values, scale=scale, length=cache.length)
+    out, lse = registry.load("attend_rows", "metal")(queries, rows, values, scale=scale, length=cache.length)
     return out if sinks is None else with_sinks(out, lse, sinks)
 
 
@@ -163,7 +165,7 @@ class DenseAttention:
         else:
             return None
         how: dict[str, Any] = {"length": length, "left_padding": padding, "window": window}
-        out, lse = cpu.attend_all(queries, keys, values, scale=scale, **how)
+        out, lse = registry.load("attend_all", "cpu")(queries, keys, values, scale=scale, **how)
         return out if sinks is None else with_sinks(out, lse, sinks)
 
     def _window_of(self, mask: mx.array, L: int, S: int) -> int | None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...checks import check_int
-from ...core.base import NEVER, Method, Step
+from ...core.base import Method, Step
 from ...core.cost import ENOUGH_SAVED
+from ...core.decide import NEVER
 
 
 @dataclass(frozen=True)
