@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
 STAMP = ROOT / ".venv" / "dev-stamp"  # installed extra; hash of pyproject.toml, native kernels and list of modules
-KERNELS = ROOT / "onnx_export" / "ort_ops"
+KERNELS = ROOT / "mlx_sparse" / "native", ROOT / "onnx_export" / "ort_ops"
 PACKAGES = ("mlx_sparse", "metal", "cuda_ref", "onnx_export")
 BASE, TEST = ".", ".[test]"
 
@@ -77,7 +77,7 @@ def setup(wanted):
 
     An installation is outdated if pyproject.toml, the native kernels or the list of modules changed.
     """
-    read = [ROOT / "pyproject.toml", *sorted(path for path in KERNELS.iterdir() if path.is_file())]
+    read = [ROOT / "pyproject.toml", *sorted(path for folder in KERNELS for path in folder.iterdir() if path.is_file())]
     modules = sorted(str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
     state = hashlib.sha256(b"".join([*(path.read_bytes() for path in read), *map(str.encode, modules)])).hexdigest()
     installed, _, known = STAMP.read_text().partition(" ") if STAMP.is_file() else ("", "", "")

@@ -201,7 +201,8 @@ from pathlib import Path
 import pytest
 from mlx_sparse import native
 native.path, native._mismatch = lambda: Path({str(tmp_path / native.LIBRARY)!r}), lambda path: None
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *{[*map(str, SANITIZED)]}, "-k", "not outside_the_buffers"]))
+files = {[*map(str, SANITIZED)]}
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *files, "-k", "not outside_the_buffers"]))
 """
     env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "MLX_SPARSE_FUZZ": "12"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
