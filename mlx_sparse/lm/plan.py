@@ -13,7 +13,8 @@ from ..api.call_report import Counts, Report
 from ..cache.kv_cache import Mask, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..cache.sparse_cache import Step as BoundStep
-from ..calibrate import Calibration, Layer, describe
+from ..calibrate import Calibration, describe
+from ..calibrate.timing import Layer
 from ..core import reasons, registry
 from ..core.base import NEVER, Dense, Method, Prefill, Step
 from ..core.decide import Facts, chunk_refusal, decide

@@ -16,16 +16,10 @@ from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse import calibrate, cli
-from mlx_sparse.calibrate import (
-    GIVEN,
-    MEASURED,
-    MODELED,
-    Calibration,
-    Layer,
-    Threshold,
-    measurement_key,
-    write_measurement,
-)
+from mlx_sparse.calibrate import GIVEN, MEASURED, MODELED, Calibration, Threshold, timing
+from mlx_sparse.calibrate.files import measurement_key, path_of, write_measurement
+from mlx_sparse.calibrate.search import MIN_SPEEDUP
+from mlx_sparse.calibrate.timing import Layer
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core.base import Method, Step
 from mlx_sparse.lm.model import plan_of
@@ -129,8 +123,8 @@ def test_measuring_keeps_the_random_state() -> None:
 
 
 def test_timed_rows_are_all_different() -> None:
-    rows = np.array(calibrate._rows(OPS, 1, 3 * calibrate.TILE))[0, 0]
-    assert rows.shape == (3 * calibrate.TILE, 32)
+    rows = np.array(timing._rows(OPS, 1, 3 * timing.TILE))[0, 0]
+    assert rows.shape == (3 * timing.TILE, 32)
     assert len(np.unique(rows, axis=0)) == len(rows)
 
 
@@ -138,7 +132,7 @@ def test_timed_rows_are_all_different() -> None:
 def test_too_little_free_memory_keeps_the_modeled_threshold(
     config: Method, layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(timing, "free_memory", lambda: 1 << 20)
     messages: list[str] = []
     assert Calibration(measures=True, progress=messages.append).threshold(config, layer, LONG).how == MODELED
     assert "MB of free memory are too few" in messages[1]
@@ -146,7 +140,7 @@ def test_too_little_free_memory_keeps_the_modeled_threshold(
 
 def test_damaged_file_is_reported_once_and_replaced() -> None:
     save_measurement(SparQ(), OPS, 700)
-    path = calibrate.path_of(measurement_key(SparQ(), OPS))
+    path = path_of(measurement_key(SparQ(), OPS))
     path.write_text("{")
     messages: list[str] = []
     calibration = Calibration(progress=messages.append)
@@ -176,7 +170,7 @@ def test_measurement_of_a_busy_machine_is_repeated_by_the_next_process(monkeypat
     )
     calibration = Calibration(measures=True, seconds=0.2)
     assert calibration.needs_measurement(SparQ(), OPS)
-    monkeypatch.setattr(Calibration, "pairs", lambda *_, **__: [(2.0, 1.0)] * 5)
+    monkeypatch.setattr(timing, "time_steps", lambda *_, **__: [(2.0, 1.0)] * 5)
     assert calibration.threshold(SparQ(), OPS, LONG) == Threshold(1024, MEASURED)
     assert not calibration.needs_measurement(SparQ(), OPS)
     assert Calibration().threshold(SparQ(), OPS) == Threshold(1024, MEASURED)
@@ -221,7 +215,7 @@ def test_unwritable_folder_limits_a_measurement_to_this_run(
     calibration_folder.write_text("not a folder")
     messages: list[str] = []
     calibration = Calibration(measures=True, seconds=0.2, progress=messages.append)
-    monkeypatch.setattr(Calibration, "pairs", lambda *_, **__: [(2.0, 1.0)] * 5)
+    monkeypatch.setattr(timing, "time_steps", lambda *_, **__: [(2.0, 1.0)] * 5)
     assert calibration.threshold(SparQ(), OPS, LONG) == Threshold(1024, MEASURED)
     assert "It is used for this run only." in messages[-1]
     assert Calibration().threshold(SparQ(), OPS).how == MODELED
@@ -231,7 +225,7 @@ def test_interrupted_measurement_writes_no_file(calibration_folder: Path, monkey
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Calibration, "pairs", interrupted)
+    monkeypatch.setattr(timing, "time_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Calibration(measures=True).threshold(SparQ(), OPS, LONG)
     assert not calibration_folder.exists()
@@ -272,20 +266,20 @@ def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, m
 
 def test_metal_kernels_are_measured_and_saved_by_the_same_code(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test the code that runs on a Mac, from measurement to file. Times in the harness are meaningless."""
-    monkeypatch.setattr(Calibration, "longest", 1024)
-    monkeypatch.setattr(calibrate, "PAIRS", (2, 2))
+    monkeypatch.setattr(calibrate, "LONGEST", 1024)
+    monkeypatch.setattr(timing, "PAIRS", (2, 2))
     layer, messages = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32), list[str]()
     calibration = Calibration(measures=True, seconds=0.01, progress=messages.append)
     found = calibration.threshold(SparQ(), layer, 2444)
     assert len(messages) == 2
     (point,) = calibration.timed(SparQ(), layer)
     assert point.S == 1024
-    assert found.value == (1024 if point.low >= calibrate.MIN_SPEEDUP else SparQ().shortest_context(layer.step))
+    assert found.value == (1024 if point.low >= MIN_SPEEDUP else SparQ().shortest_context(layer.step))
 
 
 def test_prefill_on_metal_kernels_is_timed_by_the_same_code(metal: Metal) -> None:
     layer = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64)
-    result = calibrate.measure_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
+    result = timing.time_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
     assert 0 <= result["share"] <= result["best"] <= 1
     assert result["S"] == 512
 
