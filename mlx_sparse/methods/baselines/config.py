@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...checks import check_int, check_local_window
 from ...core import stats
 from ...core.base import Method
 
@@ -32,13 +32,10 @@ class Streaming(Method):
     reads: ClassVar[str] = "the first 16 and the last 112 keys"
     plot_style: ClassVar[tuple[str, str]] = ("#E69F00", "D")
     budget_setting: ClassVar[str] = "recent_tokens"
+    limits: ClassVar[Mapping[str, int]] = {"sink_tokens": 0, "recent_tokens": 1}
 
     sink_tokens: int = 16
     recent_tokens: int = 112
-
-    def __post_init__(self) -> None:
-        check_int("sink_tokens", self.sink_tokens, 0)
-        check_int("recent_tokens", self.recent_tokens, 1)
 
     @property
     def attended(self) -> int:
@@ -63,28 +60,17 @@ class H2O(Method):
     )
     plot_style: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     budget_setting: ClassVar[str] = "top_k"
+    limits: ClassVar[Mapping[str, int]] = {"top_k": 1}
     observes_prefill: ClassVar[bool] = True
 
     top_k: int = 128
     local_window: int | None = None
-
-    def __post_init__(self) -> None:
-        check_int("top_k", self.top_k, 1)
-        check_local_window(self.local_window, self.top_k)
 
     def supports_sinks(self, G: int) -> bool:
         return False
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         return stats.h2o_elements(S, D, top_k=self.attended)
-
-
-def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
-    """Return the number of elements that a FlexGen decode step moves, ``S D + k D + 2 D`` (sparq.15).
-
-    The step reads S keys and k = ``top_k`` values, and writes one key and one value.
-    """
-    return S * D + min(top_k, S) * D + 2 * D
 
 
 @dataclass(frozen=True)
@@ -96,17 +82,16 @@ class FlexGen(Method):
     reads: ClassVar[str] = "every key, and the values with the `top_k` largest weights"
     plot_style: ClassVar[tuple[str, str]] = ("#CC79A7", "v")
     budget_setting: ClassVar[str] = "top_k"
+    limits: ClassVar[Mapping[str, int]] = {"top_k": 1}
 
     top_k: int = 128
-
-    def __post_init__(self) -> None:
-        check_int("top_k", self.top_k, 1)
 
     def supports_sinks(self, G: int) -> bool:
         return False
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return flexgen_elements(S, D, top_k=self.attended)
+        """Return ``S D + k D + 2 D`` (sparq.15): S keys and k = ``top_k`` values, and one written key and value."""
+        return S * D + min(self.attended, S) * D + 2 * D
 
     def rows(self, S: int) -> int:
         return S + min(self.attended, S)
@@ -124,13 +109,10 @@ class OracleTopK(Method):
     reads: ClassVar[str] = "every key; attends to the best `top_k` keys. An upper bound of quality that saves nothing"
     plot_style: ClassVar[tuple[str, str]] = ("#009E73", "^")
     budget_setting: ClassVar[str] = "top_k"
+    limits: ClassVar[Mapping[str, int]] = {"top_k": 1}
 
     top_k: int = 128
     local_window: int | None = None
-
-    def __post_init__(self) -> None:
-        check_int("top_k", self.top_k, 1)
-        check_local_window(self.local_window, self.top_k)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         return streaming_elements(S, D, top_k=self.attended)
