@@ -14,8 +14,8 @@ import mlx.core as mx
 from ..checks import ArtefactError
 from ..core.base import NEVER, Method, Prefill
 from . import timing
-from .files import is_number, measurement_key, read_measurement, read_points, write_measurement
-from .search import Point, crossover, find
+from .files import measurement_key, read_measurement, read_points, write_measurement
+from .search import crossover, find
 from .timing import Layer
 
 SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
@@ -129,8 +129,6 @@ class Calibration:
 
     def read(self, config: Method, layer: Layer, result: Mapping[str, Any]) -> Threshold:
         """Compute the threshold from the content of a calibration file."""
-        if not is_number(result.get("time")):
-            raise ValueError("expected the time of the measurement")
         if isinstance(config, Prefill):
             low, high = result.get("share", -1), result.get("best", -1)
             if not all(type(share) in (int, float) and 0 <= share <= 1 for share in (low, high)):
@@ -145,14 +143,6 @@ class Calibration:
         best = None if possible is None else config.shortest_context(replace(layer.step, measured=possible))
         busy = possible is not None and keys > BUSY * possible
         return Threshold(value, MEASURED, best if best != value else None, busy)
-
-    @staticmethod
-    def timed(config: Method, layer: Layer) -> list[Point]:
-        """Return a `Point` for each length at which decode steps were timed on this machine, or an empty list."""
-        try:
-            return read_points(read_measurement(measurement_key(config, layer)) or {})
-        except (ArtefactError, ValueError):
-            return []  # `look_up` reports damaged files
 
     def measure(self, config: Method, layer: Layer) -> Threshold | None:
         """Time dense and sparse attention, store the result and return the threshold.
@@ -174,7 +164,6 @@ class Calibration:
             return None
         finally:
             mx.clear_cache()  # free the memory of the measurement
-        result["time"] = round(time.time())
         found = self.read(config, layer, json.loads(json.dumps(result)))
         self._progress(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
         try:

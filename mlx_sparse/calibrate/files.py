@@ -104,20 +104,12 @@ def write_measurement(key: MeasurementKey, result: Mapping[str, object]) -> None
         replace_file(path, lambda new: new.write_text(text + "\n", encoding="utf-8"))
 
 
-def is_number(value: Any) -> bool:
-    """Return True if ``value`` is a positive number below `NEVER`. Larger integers may not fit into a float."""
-    return type(value) in (int, float) and 0 < value < NEVER
-
-
 def read_points(result: Mapping[str, Any]) -> list[Point]:
     """Validate the timed lengths in a calibration file, and return one `Point` per length in ascending order."""
     found: list[Any] = result.get("points") or [None]
     for point in found if isinstance(found, list) else [None]:
-        if (
-            not isinstance(point, list)
-            or len(point) != 4
-            or not all(map(is_number, point))
-            or type(point[0]) is not int
-        ):
+        whole = isinstance(point, list) and len(point) == 4 and type(point[0]) is int
+        # Integers of `NEVER` or more may not fit into a float.
+        if not whole or not all(type(number) in (int, float) and 0 < number < NEVER for number in point):
             raise ValueError("expected lengths with three ratios each")
     return sorted(Point(*point) for point in found)

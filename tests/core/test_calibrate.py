@@ -17,7 +17,7 @@ from tiny_models import build, greedy, prompt_of, write
 import mlx_sparse
 from mlx_sparse import calibrate, cli
 from mlx_sparse.calibrate import GIVEN, MEASURED, MODELED, Calibration, Threshold, timing
-from mlx_sparse.calibrate.files import measurement_key, path_of, write_measurement
+from mlx_sparse.calibrate.files import measurement_key, path_of, read_measurement, read_points, write_measurement
 from mlx_sparse.calibrate.search import MIN_SPEEDUP
 from mlx_sparse.calibrate.timing import Layer
 from mlx_sparse.checks import ConfigError
@@ -36,7 +36,7 @@ LONG = 1 << 20
 def save_measurement(config: Method, layer: Layer, keys: int | None, up_to: int = 65_536) -> None:
     """Save a measurement as if it was made on this machine."""
     points = [[up_to, *[0.5] * 3]] if keys is None else [[keys, *[2.0] * 3]]
-    write_measurement(measurement_key(config, layer), {"points": points, "time": 1})
+    write_measurement(measurement_key(config, layer), {"points": points})
 
 
 def test_without_measurement_the_threshold_is_modeled() -> None:
@@ -76,7 +76,7 @@ def test_measurement_replaces_the_modeled_threshold(keys: int | None, up_to: int
 def test_settings_without_effect_on_time_share_a_measurement() -> None:
     save_measurement(SparQ(), OPS, 700)
     assert Calibration().threshold(SparQ().for_model(qk_norm=False), OPS).value == 700
-    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.5, "best": 0.6, "time": 1})
+    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.5, "best": 0.6})
     assert Calibration().threshold(Sample(alpha_column=0.8, alpha_slash=0.7), PROMPT).value == 0.5
 
 
@@ -161,7 +161,7 @@ BUSY_POINTS = [[2000, 0.7, 0.9, 1.1], [4000, 0.8, 1.2, 1.5], [8000, 1.1, 1.5, 1.
 
 
 def test_measurement_of_a_busy_machine_is_repeated_by_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_measurement(measurement_key(SparQ(), OPS), {"points": BUSY_POINTS, "time": 1})
+    write_measurement(measurement_key(SparQ(), OPS), {"points": BUSY_POINTS})
     found = Calibration().threshold(SparQ(), OPS, LONG)
     assert found == Threshold(8000, MEASURED, 2000, busy=True)
     assert calibrate.describe(SparQ(), found) == (
@@ -177,7 +177,7 @@ def test_measurement_of_a_busy_machine_is_repeated_by_the_next_process(monkeypat
 
 
 def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
-    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.3, "best": 0.8, "time": 1_000_000})
+    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.3, "best": 0.8})
     found = Calibration().threshold(Sample(), PROMPT)
     assert found == Threshold(0.3, MEASURED, 0.8, busy=True)
     assert "at most 30% of the blocks are selected (measured on this machine, spread 30% to 80%; " in (
@@ -188,14 +188,12 @@ def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
 @pytest.mark.parametrize(
     ("config", "layer", "result"),
     [
-        (SparQ(), OPS, {"points": [], "time": 1}),
-        (SparQ(), OPS, {"points": [[10**400, 1, 1, 1]], "time": 1}),
-        (SparQ(), OPS, {"points": [[700, 2, 2, 2]]}),
-        (SparQ(), OPS, {"points": [[700, 2, 2, 2]], "time": 10**400}),
-        (Sample(), PROMPT, {"share": 7, "best": 7, "time": 1}),
-        (Sample(), PROMPT, {"share": 10**400, "best": 1, "time": 1}),
-        (Sample(), PROMPT, {"share": True, "best": 1, "time": 1}),
-        (Sample(), PROMPT, {"time": 1}),
+        (SparQ(), OPS, {"points": []}),
+        (SparQ(), OPS, {"points": [[10**400, 1, 1, 1]]}),
+        (Sample(), PROMPT, {"share": 7, "best": 7}),
+        (Sample(), PROMPT, {"share": 10**400, "best": 1}),
+        (Sample(), PROMPT, {"share": True, "best": 1}),
+        (Sample(), PROMPT, {}),
     ],
     ids=str,
 )
@@ -256,7 +254,7 @@ def _served(model: Any, attn: str) -> tuple[Method, Layer]:
 def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_sparse.methods.sample.config.SAMPLE_DENSE_BELOW", 256)
     model, attn = build("llama"), "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3"
-    write_measurement(measurement_key(*_served(model, attn)), {"share": share, "best": share, "time": 1})
+    write_measurement(measurement_key(*_served(model, attn)), {"share": share, "best": share})
     with mlx_sparse.sparse(model, attn) as report:
         greedy(model, prompt_of(600), 1)
     assert report.prefill.calls == calls
@@ -272,7 +270,7 @@ def test_metal_kernels_are_measured_and_saved_by_the_same_code(metal: Metal, mon
     calibration = Calibration(measures=True, seconds=0.01, progress=messages.append)
     found = calibration.threshold(SparQ(), layer, 2444)
     assert len(messages) == 2
-    (point,) = calibration.timed(SparQ(), layer)
+    (point,) = read_points(read_measurement(measurement_key(SparQ(), layer)) or {})
     assert point.S == 1024
     assert found.value == (1024 if point.low >= MIN_SPEEDUP else SparQ().shortest_context(layer.step))
 

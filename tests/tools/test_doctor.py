@@ -71,7 +71,7 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     ]
     with measure.planned(model, "sparq:rank=4", "auto", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
-        answer = {"points": [[3000, 2.0, 2.0, 2.0]], "time": 1}
+        answer = {"points": [[3000, 2.0, 2.0, 2.0]]}
         write_measurement(measurement_key(config, layer), answer)
     code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sparq:rank=4", "--json")
     found = json.loads(out)["model"]
@@ -90,7 +90,7 @@ def test_doctor_names_the_other_conditions_of_a_stored_measurement(
     with measure.planned(model, attn, "auto", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
         key = measurement_key(config, layer)
-        write_measurement(key, {"points": [[3000, 2.0, 2.0, 2.0]], "time": 1})
+        write_measurement(key, {"points": [[3000, 2.0, 2.0, 2.0]]})
     (calibration_folder / "damaged.json").write_text("[]")
 
     def lines(*attn: str) -> list[str]:
