@@ -73,6 +73,14 @@ class H2O(Method):
         return stats.h2o_elements(S, D, top_k=self.attended)
 
 
+def flexgen_elements(S: int, D: int, *, top_k: int) -> int:
+    """Return the number of elements that a FlexGen decode step moves, ``S D + k D + 2 D`` (sparq.15).
+
+    The step reads S keys and k = ``top_k`` values, and writes one key and one value.
+    """
+    return S * D + min(top_k, S) * D + 2 * D
+
+
 @dataclass(frozen=True)
 class FlexGen(Method):
     """Attend to the ``top_k`` keys with the largest exact softmax weights. The weights are not renormalized."""
@@ -90,8 +98,7 @@ class FlexGen(Method):
         return False
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        """Return ``S D + k D + 2 D`` (sparq.15): S keys and k = ``top_k`` values, and one written key and value."""
-        return S * D + min(self.attended, S) * D + 2 * D
+        return flexgen_elements(S, D, top_k=self.attended)
 
     def rows(self, S: int) -> int:
         return S + min(self.attended, S)
