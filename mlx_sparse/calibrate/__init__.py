@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import ArtefactError
-from ..core.base import NEVER, Method, Prefill
+from ..core.base import Method, Prefill
+from ..core.decide import NEVER
 from . import timing
 from .files import measurement_key, read_measurement, read_points, write_measurement
 from .search import crossover, find

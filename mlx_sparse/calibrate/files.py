@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from .. import __version__
 from ..checks import ArtefactError
-from ..core.base import NEVER, Method
+from ..core.base import Method
+from ..core.decide import NEVER
 from ..files import cache_directory, read_regular, replace_file
 from .search import Point
 from .timing import Layer

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 # Names of submodules that normalize queries or keys in the model files of mlx-lm and transformers.
 QK_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
 QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
-NEVER = 1 << 40  # crossover length in keys for methods that stay dense at every context length
 # Settings that decide whether a backend is called. They are not arguments of the backend functions.
 SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})
 
@@ -175,7 +174,7 @@ class Method:
     def crossover(self, estimate: int) -> int:
         """Return the crossover length in keys, which is ``estimate`` if ``dense_below`` is "auto".
 
-        Shorter contexts stay dense. If the result is `NEVER`, all contexts stay dense.
+        Shorter contexts stay dense. If the result is `decide.NEVER`, all contexts stay dense.
         """
         below = getattr(self, "dense_below", 0)
         if isinstance(below, str):

@@ -21,7 +21,7 @@ from ..calibrate.files import WRITING
 if TYPE_CHECKING:
     from mlx_lm.server import GenerationContext, ResponseGenerator
 
-    from .command import Session
+    from .session import Session
 
 SECONDS_TO_STOP = 0.5  # time that a request and a calibration get to end after Ctrl-C
 

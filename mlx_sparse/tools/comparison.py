@@ -22,7 +22,8 @@ from rich.console import Console
 
 from ..calibrate import Calibration, describe
 from ..checks import ConfigError
-from ..core.base import NEVER, Method
+from ..core.base import Method
+from ..core.decide import NEVER
 from ..lm.model import disable, enable, plan_of
 from ..model_info import config_of
 from .evaluate.tasks import encode

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checks import ConfigError, Parser, check_int, read_length
-from ..core.base import NEVER, Prefill
+from ..core.base import Prefill
+from ..core.decide import NEVER
 from ..files import cache_directory
 from ..methods import parse
 from . import environment

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from forked import Finished, Forks
 from msl import Metal
+from short_methods import having
 from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
@@ -23,8 +24,7 @@ from mlx_sparse.calibrate.timing import Layer
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core.base import Method, Step
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import SAAP, Sample, SparQ, parse, read_toml
-from mlx_sparse.methods.quest.config import Quest
+from mlx_sparse.methods import SAAP, Quest, Sample, SparQ, parse, read_toml
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calibration_folder")]  # timings
 
@@ -44,7 +44,8 @@ def test_without_measurement_the_threshold_is_modeled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attn", "keys"), [("sparq:dense_below=300", 300), ("sparq:top_k=20", 21), ("quest:top_k=64", 65)]
+    ("attn", "keys"),
+    [("sparq:dense_below=300", 300), *((f"{name}:top_k=64", 65) for name in having("top_k", "dense_below"))],
 )
 def test_given_thresholds_are_neither_measured_nor_looked_up(attn: str, keys: int) -> None:
     (config,) = parse(attn)

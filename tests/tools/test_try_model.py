@@ -17,7 +17,7 @@ from tiny_models import build, greedy, prompt_of, write
 import mlx_sparse
 from mlx_sparse import cli
 from mlx_sparse.calibrate import Calibration
-from mlx_sparse.core.base import NEVER
+from mlx_sparse.core.decide import NEVER
 from mlx_sparse.methods import parse
 from mlx_sparse.tools import comparison
 from mlx_sparse.tools.comparison import PREFILL_CHUNK, Comparison, Length, compare, encode_prompt, prefill

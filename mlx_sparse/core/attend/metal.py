@@ -11,6 +11,7 @@ from ..launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, RowFormat, intege
 from ..packed_rows import Rows
 from ..select.metal import ITEMS
 from .metal_merge import GROUPS, UNSPLIT, merging
+from .metal_rows import attend_rows as attend_rows  # the registry finds it here
 
 # MLX's own kernels compute dense attention. `dense_lse` is no part of a decode step.
 from .ops import dense_attention as dense_attention

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from ...checks import MAX_BUCKETS, ConfigError, check_choice, check_int
 from ...core import stats
-from ...core.base import NEVER, Method, Step
+from ...core.base import Method, Step
 from ...core.cost import ENOUGH_SAVED, GATHERED_ROW, ROUTING_HEADS
+from ...core.decide import NEVER
 
 ONLINE_BUCKETS = 256
 

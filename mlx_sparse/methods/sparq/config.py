@@ -11,8 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from ...checks import check_choice, check_rank
 from ...core import stats
-from ...core.base import NEVER, Method, Step
+from ...core.base import Method, Step
 from ...core.cost import ENOUGH_SAVED
+from ...core.decide import NEVER
 from .scoring_keys import KEY_BITS
 
 

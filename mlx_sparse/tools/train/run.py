@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
 from ...methods import SAAP
-from ...methods.saap.artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
-from ...methods.saap.tensors import read_tensors, write_tensors
+from ...methods.saap.artefact import MAX_HIDDEN, Artefact, Layer, load, read_tensors, versions, write_tensors
+from ...model_info import identity
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import DAMAGED, as_json, from_json
 from ..evaluate.texts import check as check_texts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,14 +17,7 @@ from shell import OWN, ROOT, run, write_commands
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # reports
 
 SCRIPT = ROOT / "scripts" / "mac_check.sh"
-FILES = [
-    "backends/metal/test_metal_kernels",
-    "backends/metal/test_metal_prefill",
-    "core/test_decode",
-    "core/test_select",
-    "methods/sample/test_prefill",
-    "methods/saap/test_buckets",
-]
+FILES = re.findall(r"tests/(\S+)\.py", SCRIPT.read_text(encoding="utf-8"))
 
 # Output of a Mac's commands, and tests of a project that has only the parts that the script calls.
 MAC = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,18 +18,7 @@ from shell import OWN, ROOT, run, write_commands
 pytestmark = pytest.mark.slow  # reports
 
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
-TESTS = (
-    "backends/triton/test_triton_kernels",
-    "backends/triton/test_triton_saap",
-    "backends/triton/test_triton_prompts",
-    "backends/triton/test_triton_bench",
-    "backends/triton/test_triton_hf",
-    "backends/triton/test_triton_hf_cache",
-    "core/test_decode",
-    "core/test_select",
-    "methods/sample/test_prefill",
-    "methods/saap/test_buckets",
-)
+TESTS = re.findall(r"tests/(\S+)\.py", SCRIPT.read_text(encoding="utf-8"))
 UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prefill")]
 # A python3 that reports a GPU and no xdist, and otherwise calls the Python of this test.
 PYTHON = """case "$*" in
@@ -77,7 +67,7 @@ def check(folder: Path) -> tuple[subprocess.CompletedProcess[str], list[dict[str
 
 
 def test_listed_tests_exist() -> None:
-    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in TESTS)
+    assert len(TESTS) == 10 and all((ROOT / "tests" / f"{name}.py").is_file() for name in TESTS)
 
 
 def test_report_names_the_machine_and_tests(tmp_path: Path) -> None:
