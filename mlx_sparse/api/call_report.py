@@ -33,6 +33,7 @@ class Counts:
 
     sparse_calls: int = 0
     dense_calls: Counter[str] = field(default_factory=Counter)
+    native_calls: int = 0
     formula_bytes: int = 0
     dense_bytes: int = 0
     prefill: Any = None
@@ -75,6 +76,7 @@ class Report(Counts):
         dense_layers: for each reason, the number of layers that always use dense attention.
         sparse_calls: number of decode calls that used sparse attention.
         dense_calls: for each reason, the number of calls that used dense attention.
+        native_calls: number of dense calls that ran on the `cpu` backend, and not on mlx-lm's attention.
         formula_bytes: bytes that the sparse calls moved, according to the papers' formulas. The keys that the device
             counts are excluded.
         dense_bytes: bytes that dense attention would have moved in the sparse calls.
@@ -251,7 +253,8 @@ class Report(Counts):
             lines.append("  sparse calls: none")
         lines += [*(self.recall.lines() if self.recall else []), *([saving] if saving else [])]
         if self.dense_calls:
-            lines.append(f"  dense calls: {listing(self.dense_calls, most)}")
+            native = " (cpu)" if self.native_calls else ""
+            lines.append(f"  dense{native} calls: {listing(self.dense_calls, most)}")
         return lines + (self.drafts.lines()[: 1 if most else None] if self.drafts else [])
 
 

@@ -150,6 +150,7 @@ class Call:
                 sparse = counts.sparse_calls + (counts.prefill.calls if counts.prefill else 0)
                 if (seen := sparse + counts.dense_calls.total()) < plan.calls:
                     counts.dense_calls[reasons.OWN_KERNEL] += plan.calls - seen
+            counts.native_calls = self.dense.native_calls
             plan.report.add(counts)
             if self._step_keys and plan.watch is not None:
                 watch, plan.watch = plan.watch, None

@@ -110,10 +110,14 @@ class DenseAttention:
         plan: `Plan` of the enabled model.
         caches: the caches of all layers.
         checks: True if the model is lossless and this forward pass checks draft tokens or is a dense decode step.
+
+    Attributes:
+        native_calls: number of calls that ran on native kernels.
     """
 
     def __init__(self, plan: Plan, caches: list[object], *, checks: bool) -> None:
         self._plan, self._caches, self._checks = plan, caches, checks
+        self.native_calls = 0
         self._window: tuple[mx.array, int | None] | None = None  # mask of the last layer with a window, and its size
 
     def attend(
@@ -164,6 +168,7 @@ class DenseAttention:
             window = found
         else:
             return None
+        self.native_calls += 1
         how: dict[str, Any] = {"length": length, "left_padding": padding, "window": window}
         out, lse = registry.load("attend_all", "cpu")(queries, keys, values, scale=scale, **how)
         return out if sinks is None else with_sinks(out, lse, sinks)

@@ -12,7 +12,8 @@ import mlx.core as mx
 from ..api.call_report import Counts, Report
 from ..cache.sparse_cache import SparseCache
 from ..cache.sparse_cache import Step as BoundStep
-from ..calibrate import Calibration, Layer, describe
+from ..calibrate import Calibration, describe
+from ..calibrate.timing import Layer
 from ..core import reasons, registry
 from ..core.base import Dense, Method, Prefill, Step
 from ..core.decide import NEVER, Facts, decide, exclusion

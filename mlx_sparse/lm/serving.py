@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..api.call_report import Counts, listing
-from ..calibrate import WRITING
+from ..calibrate.files import WRITING
 
 if TYPE_CHECKING:
     from mlx_lm.server import GenerationContext, ResponseGenerator

@@ -93,7 +93,8 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
     The model does not run. On an error, append a message to ``problems`` and return None.
     """
     try:
-        from ..calibrate import MODELED, Calibration, differing, measurement_key
+        from ..calibrate import MODELED, Calibration
+        from ..calibrate.files import differing, measurement_key
         from .measure import planned, rows_of
 
         with planned(model, attn, backend, Calibration()) as plan:

@@ -452,7 +452,7 @@ def test_draft_length_on_metal_is_limited_by_the_kernel(
     model = build(family, **{**eight, **options})
     mlx_sparse.enable(model, SPARQ, lossless=True, backend=backend)
     try:
-        assert generation.Run(plan_of(model), model).draft_length.most == drafts
+        assert generation.Run(plan_of(model), model, generation.Options()).draft_length.most == drafts
     finally:
         mlx_sparse.disable(model)
 

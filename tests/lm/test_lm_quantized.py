@@ -16,7 +16,8 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
-from mlx_sparse.calibrate import Calibration, Layer, measurement_key
+from mlx_sparse.calibrate.files import measurement_key
+from mlx_sparse.calibrate.timing import Layer, time_steps
 from mlx_sparse.core import reasons
 from mlx_sparse.core.base import Step
 from mlx_sparse.lm import seam
@@ -131,8 +132,7 @@ def test_thresholds_of_quantized_caches_are_measured_separately(monkeypatch: pyt
     monkeypatch.setattr(SparseQuantizedKVCache, "attend", record_caches(SparseQuantizedKVCache.attend, made))
     packed, plain = (Layer("ops", Step(2, 3, 64, 2, packed=form), mx.float16, 1) for form in ((4, 32), None))
     config = SparQ(component_score="query", reallocate=False)
-    calibration = Calibration()
-    assert calibration.pairs(config, packed, 512, 0.05)
+    assert time_steps(config, packed, 512, 0.05)
     assert {(cache.bits, cache.group_size, cache.length >= 512) for cache in made} == {(4, 32, True)}
     assert measurement_key(config, packed) != measurement_key(config, plain)
     assert packed.row == 2 * 2 * (64 // 2 + 2 * 2 * 64 // 32) < plain.row == 2 * 2 * 64 * 2

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import KVCache
 from tiny_models import write
 
 from mlx_sparse import calibrate, cli, native
+from mlx_sparse.calibrate.files import measurement_key, write_measurement
 from mlx_sparse.core import registry
 from mlx_sparse.methods import METHODS, Quest
 from mlx_sparse.tools import doctor, measure
@@ -80,8 +81,8 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     ]
     with measure.planned(model, "sparq:rank=4", "auto", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
-        answer = {"points": [[3000, 2.0, 2.0, 2.0]], "time": 1}
-        calibrate.write_measurement(calibrate.measurement_key(config, layer), answer)
+        answer = {"points": [[3000, 2.0, 2.0, 2.0]]}
+        write_measurement(measurement_key(config, layer), answer)
     code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sparq:rank=4", "--json")
     found = json.loads(out)["model"]
     assert (code, found["layers"], found["served_layers"]) == (0, 4, 2)
@@ -98,8 +99,8 @@ def test_doctor_names_the_other_conditions_of_a_stored_measurement(
     monkeypatch.setenv("LD_PRELOAD", "libm.so.6")  # `mlx-sparse try` and `bench` preload OpenBLAS
     with measure.planned(model, attn, "auto", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
-        key = calibrate.measurement_key(config, layer)
-        calibrate.write_measurement(key, {"points": [[3000, 2.0, 2.0, 2.0]], "time": 1})
+        key = measurement_key(config, layer)
+        write_measurement(key, {"points": [[3000, 2.0, 2.0, 2.0]]})
     (calibration_folder / "damaged.json").write_text("[]")
 
     def lines(*attn: str) -> list[str]:

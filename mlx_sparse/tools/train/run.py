@@ -229,9 +229,9 @@ def _collect(
             key = fingerprint(model, [token for window in windows for token in window], *options, first)
             folder = work / f"collected-{key[:12]}"
             queries = min(args.queries, length - first)
-            own = {"queries": queries, "first": first, "seed": args.seed, "key": key, "progress": progress}
+            found.append(Collection(folder, layer_shapes, len(windows), length, queries, first, args.seed))
             with locked(folder):
-                found.append(collect(model, layer_shapes, windows, folder, **own))
+                collect(model, found[-1], windows, key=key, progress=progress)
     return found[0], found[1]
 
 

@@ -43,7 +43,7 @@ def mac(tmp_path: Path) -> Path:
     for folder in ("scripts", "tests"):
         (tmp_path / folder).mkdir()
     (tmp_path / "scripts" / "dev.py").write_text("print('ready')")
-    for script in (SCRIPT, ROOT / "scripts" / "check_report.py"):
+    for script in (SCRIPT, ROOT / "scripts" / "check_steps.sh", ROOT / "scripts" / "check_report.py"):
         shutil.copy(script, tmp_path / "scripts")
     real = {"python": sys.executable, "mlx-sparse": f"{sys.executable} -m mlx_sparse.cli"}
     commands = {f"bin/{name}": body for name, body in MAC.items()}

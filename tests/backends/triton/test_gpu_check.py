@@ -48,7 +48,7 @@ def machine(folder: Path, *, fails: bool = False, limits: str = "in time") -> Pa
         (folder / name).mkdir()
     for name in ("mlx_sparse", "cuda_ref", "docs", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
-    for script in (SCRIPT, ROOT / "scripts" / "check_report.py"):
+    for script in (SCRIPT, ROOT / "scripts" / "check_steps.sh", ROOT / "scripts" / "check_report.py"):
         shutil.copy(script, folder / "scripts")
     for name in TESTS:
         path = folder / "tests" / f"{name}.py"
