@@ -77,6 +77,8 @@ def test_a_padded_row_is_coded_as_it_is_alone(backend: Any) -> None:
 STEPPING = [*CODING, *(name for name in backends_with("sparq") if name.startswith("cpu-"))]
 ARMS = [(name, *arm) for name in STEPPING for arm in covering(CASES[3::4] if name in NODES else CASES, list(CODED))]
 
+ARMS += [(name, Case(2, 4, 2, 50, 64, "f16", (0, 9)), "4-bits") for name in STEPPING]  # no full group
+
 
 @pytest.mark.parametrize(("backend", "case", "setting"), ARMS, ids=str, indirect=["backend"])
 def test_a_backend_selects_by_codes_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
