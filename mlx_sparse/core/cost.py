@@ -21,7 +21,7 @@ GATHERED_ROW = 2.5
 SAMPLE_DENSE_BELOW = 8192
 # Largest density at which attending to the selected blocks is assumed to be faster than dense attention. ops: measured
 # on a CPU (docs/results/prefill.md). metal: not measured; assumes a kernel four times slower per block than MLX's.
-SAMPLE_DENSE_ABOVE = {"ops": 0.75, "metal": 0.22}
+SAMPLE_DENSE_ABOVE = {"ops": 0.75, "cpu": 0.75, "metal": 0.22}
 # At most 1 / SAMPLE_SHARE of the queries of a chunk are sampled. A larger sample costs more than it saves
 # (docs/results/prefill.md).
 SAMPLE_SHARE = 8

@@ -59,13 +59,19 @@ class Buckets(ctypes.Structure):
     )
 
 
+class Lists(ctypes.Structure):
+    """``SparseLists`` of c_api.h."""
+
+    _fields_: ClassVar = _fields("N block_size", "indices counts")
+
+
 _CALL, _SIZE = ctypes.POINTER(Attention), ctypes.c_int64
 ARGUMENTS: dict[str, list[Any]] = {
     "dense": [_CALL, _SIZE],
     "sparq": [_CALL, ctypes.POINTER(SparQ)],
-    "indices": [_CALL, Buffer, Buffer, _SIZE],
-    "blocks": [_CALL, Buffer, _SIZE, _SIZE],
-    "sample": [_CALL, ctypes.c_float, ctypes.c_float, _SIZE, _SIZE, Buffer],
+    "indices": [_CALL, ctypes.POINTER(Lists)],
+    "blocks": [_CALL, ctypes.POINTER(Lists)],
+    "sample": [_CALL, ctypes.POINTER(Lists), ctypes.c_float, ctypes.c_float, _SIZE],
     "buckets": [ctypes.POINTER(Buckets)],
 }
 
@@ -115,36 +121,27 @@ def unsupported(*arrays: Any) -> str | None:
     return "it does not run inside mx.compile, mx.vmap or mx.grad" if traced(*arrays) else None
 
 
-def ready(*arrays: mx.array | None) -> list[Any]:
-    """Evaluate the arrays and return them. Arrays that are not contiguous are copied.
+def fill(call: Any, **arrays: mx.array | np.ndarray[Any, Any] | None) -> None:
+    """Evaluate arrays and set the buffers of ``call`` with the same names to their memory.
+
+    An array that is not contiguous is copied. ``call`` keeps all arrays. None is no buffer.
 
     Raises:
         BackendUnavailable: a function such as `mx.grad` traces one of the arrays.
     """
-    given = [array for array in arrays if array is not None]
-    if given and traced(*given):
+    read = [array for array in arrays.values() if isinstance(array, mx.array)]
+    if read and traced(*read):
         raise BackendUnavailable("backend: expected ops inside mx.compile, mx.vmap and mx.grad, got cpu.")
-    mx.eval(*given)
-    return [array if array is None or _contiguous(array) else _copied(array) for array in arrays]
-
-
-def _contiguous(array: mx.array) -> bool:
-    with memoryview(array) as view:  # type: ignore[arg-type]
-        return view.c_contiguous
-
-
-def _copied(array: mx.array) -> mx.array:
-    array = mx.contiguous(array)
-    mx.eval(array)
-    return array
-
-
-def buffer(array: mx.array | np.ndarray[Any, Any] | None) -> Buffer:
-    """Return the memory of an array from `ready` or of a NumPy array, or no memory. The caller keeps the array."""
-    if array is None or array.size == 0:
-        return Buffer(None, 0)
-    with memoryview(array) as view:  # type: ignore[arg-type]
-        return Buffer(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes)
+    mx.eval(read)
+    for name, given in arrays.items():
+        if given is None or given.size == 0:
+            continue
+        view = memoryview(given)  # type: ignore[arg-type]
+        if not view.c_contiguous:
+            arrays[name] = mx.contiguous(given)  # type: ignore[arg-type]
+            view = memoryview(arrays[name])  # type: ignore[arg-type]
+        setattr(call, name, Buffer(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes))
+    call.arrays = arrays
 
 
 def attend(
@@ -163,42 +160,29 @@ def attend(
         queries: ``(B, Hq, L, D)`` at positions ``length - L`` to ``length - 1``.
         keys, values: ``(B, Hkv, capacity, D)``. The first ``length`` rows are in use; None means all rows.
         arguments: the further arguments of the function.
+        left_padding: int ``(B,)``, first valid key of each sequence; None if no key is padding.
 
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries``, and float32 ``lse (B, Hq, L)``.
     """
-    call = begin(queries, keys, values, scale, length, left_padding)
-    out = np.empty(queries.shape, TYPES[queries.dtype][1])
-    lse = np.empty(queries.shape[:3], np.float32)
-    call.out, call.lse = buffer(out), buffer(lse)
-    run(function, ctypes.byref(call), *arguments)
-    return result(out, queries.dtype), mx.array(lse)
-
-
-def begin(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    length: int | None,
-    left_padding: mx.array | None = None,
-) -> Attention:
-    """Evaluate the arrays and return the arguments of a call without results. See `attend`.
-
-    Args:
-        left_padding: int ``(B,)``, first valid key of each sequence; None if no key is padding.
-    """
     if keys.dtype != values.dtype:
         dtype = mx.result_type(keys, values)
         keys, values = keys.astype(dtype), values.astype(dtype)
+    out = np.empty(queries.shape, TYPES[queries.dtype][1])
+    lse = np.empty(queries.shape[:3], np.float32)
     padding = None if left_padding is None else left_padding.astype(mx.int32)
-    arrays = ready(queries, keys, values, padding)
+    call = sizes(queries, keys, scale, length)
+    fill(call, queries=queries, keys=keys, values=values, left_padding=padding, out=out, lse=lse)
+    run(function, call, *arguments)
+    # Bits of bfloat16 are uint16.
+    return mx.array(out).view(queries.dtype) if queries.dtype == mx.bfloat16 else mx.array(out), mx.array(lse)
+
+
+def sizes(queries: mx.array, keys: mx.array, scale: float, length: int | None) -> Attention:
+    """Return the arguments of a call without buffers. See `attend`."""
     (B, Hq, L, D), (_, Hkv, capacity, _) = queries.shape, keys.shape
     types = TYPES[queries.dtype][0], TYPES[keys.dtype][0]
-    length = capacity if length is None else length
-    call = Attention(B, Hq, Hkv, L, capacity, length, D, *types, scale, *map(buffer, arrays))
-    call.arrays = arrays  # which must exist during the call
-    return call
+    return Attention(B, Hq, Hkv, L, capacity, capacity if length is None else length, D, *types, scale)
 
 
 def run(function: str, *arguments: Any) -> None:
@@ -210,11 +194,6 @@ def run(function: str, *arguments: Any) -> None:
     message = _functions()[function](*arguments)
     if message is not None:
         raise RuntimeError(f"native {function}: {message.decode()}")
-
-
-def result(array: np.ndarray[Any, Any], dtype: mx.Dtype) -> mx.array:
-    """Return a copy of ``array`` as an MLX array; uint16 bits become bfloat16."""
-    return mx.array(array).view(mx.bfloat16) if dtype == mx.bfloat16 else mx.array(array)
 
 
 class _Functions(dict[str, Any]):

@@ -99,7 +99,6 @@ class Call:
         caches: the caches of all layers.
         hooks: `CallHooks` of the decode method; None if the method has no hooks.
         counts: numbers of sparse and dense attention calls in this forward pass, and of the bytes that the calls move.
-        dense: dense attention of this package, for calls that no method serves.
         checks: True if the model is lossless and this forward pass checks draft tokens or is a dense decode step.
     """
 
@@ -122,10 +121,14 @@ class Call:
             self.hooks.counts = self.counts
         phase = _phase.get()
         self.checks = phase is Phase.CHECK
-        self.dense = dense.DenseAttention(plan, caches, checks=self.checks)
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if a decode step may be sparse
         self._planned = plan.decodes and self._drafts
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
+
+    @functools.cached_property
+    def dense(self) -> dense.DenseAttention:
+        """Dense attention of this package, for calls that no method serves."""
+        return dense.DenseAttention(self.plan, self.caches, self.counts, checks=self.checks)
 
     def __enter__(self) -> Call:
         self._token = active.set(self)
@@ -150,7 +153,6 @@ class Call:
                 sparse = counts.sparse_calls + (counts.prefill.calls if counts.prefill else 0)
                 if (seen := sparse + counts.dense_calls.total()) < plan.calls:
                     counts.dense_calls[reasons.OWN_KERNEL] += plan.calls - seen
-            counts.native_calls = self.dense.native_calls
             plan.report.add(counts)
             if self._step_keys and plan.watch is not None:
                 watch, plan.watch = plan.watch, None

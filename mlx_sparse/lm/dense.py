@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from ..api.call_report import Counts
 from ..cache.kv_cache import Mask, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..core import registry
@@ -109,15 +110,12 @@ class DenseAttention:
     Args:
         plan: `Plan` of the enabled model.
         caches: the caches of all layers.
+        counts: tally of the forward pass.
         checks: True if the model is lossless and this forward pass checks draft tokens or is a dense decode step.
-
-    Attributes:
-        native_calls: number of calls that ran on native kernels.
     """
 
-    def __init__(self, plan: Plan, caches: list[object], *, checks: bool) -> None:
-        self._plan, self._caches, self._checks = plan, caches, checks
-        self.native_calls = 0
+    def __init__(self, plan: Plan, caches: list[object], counts: Counts, *, checks: bool) -> None:
+        self._plan, self._caches, self._counts, self._checks = plan, caches, counts, checks
         self._window: tuple[mx.array, int | None] | None = None  # mask of the last layer with a window, and its size
 
     def attend(
@@ -168,7 +166,7 @@ class DenseAttention:
             window = found
         else:
             return None
-        self.native_calls += 1
+        self._counts.native_calls += 1
         how: dict[str, Any] = {"length": length, "left_padding": padding, "window": window}
         out, lse = registry.load("attend_all", "cpu")(queries, keys, values, scale=scale, **how)
         return out if sinks is None else with_sinks(out, lse, sinks)

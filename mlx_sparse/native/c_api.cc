@@ -148,19 +148,19 @@ EXPORTED const char* mlx_sparse_sparq(const SparseAttention* given, const Sparse
   });
 }
 
-EXPORTED const char* mlx_sparse_indices(const SparseAttention* given, SparseBuffer indices, SparseBuffer counts,
-                                        int64_t N) {
+EXPORTED const char* mlx_sparse_indices(const SparseAttention* given, const SparseLists* lists) {
   return guarded([&] {
     const Call a(checked(given));
+    const int64_t N = checked(lists).N;
     require(a.L == 1, "L", "1");
     check_sizes(1, {N});
-    const int32_t* lists = data<int32_t>(indices, "indices", {a.B, a.Hkv, N});
-    const int32_t* sizes = counts.data ? data<int32_t>(counts, "counts", {a.B, a.Hkv}) : nullptr;
+    const int32_t* indices = data<int32_t>(lists->indices, "indices", {a.B, a.Hkv, N});
+    const int32_t* counts = lists->counts.data ? data<int32_t>(lists->counts, "counts", {a.B, a.Hkv}) : nullptr;
     const auto listed = [&](int64_t b, int64_t h, int32_t* to) {
-      const int64_t list = b * a.Hkv + h, size = sizes ? std::min<int64_t>(N, sizes[list]) : N;
+      const int64_t list = b * a.Hkv + h, size = counts ? std::min<int64_t>(N, counts[list]) : N;
       int64_t count = 0;
       for (int64_t i = 0; i < size; i++) {
-        const int32_t key = lists[list * N + i];
+        const int32_t key = indices[list * N + i];
         to[count] = key;
         count += key >= 0 && key < given->length;
       }
@@ -170,25 +170,27 @@ EXPORTED const char* mlx_sparse_indices(const SparseAttention* given, SparseBuff
   });
 }
 
-EXPORTED const char* mlx_sparse_blocks(const SparseAttention* given, SparseBuffer lists, int64_t N,
-                                       int64_t block_size) {
+EXPORTED const char* mlx_sparse_blocks(const SparseAttention* given, const SparseLists* lists) {
   return guarded([&] {
     const Call a(checked(given));
-    check_sizes(1, {N, block_size});
-    const int64_t R = (given->length - 1) / block_size - (given->length - a.L) / block_size + 1;
-    attend_blocks(a, data<int32_t>(lists, "lists", {a.B, a.Hq, R, N}), N, block_size, Threads::shared());
+    const int64_t N = checked(lists).N, size = lists->block_size;
+    check_sizes(1, {N, size});
+    const int64_t R = (given->length - 1) / size - (given->length - a.L) / size + 1;
+    attend_blocks(a, data<int32_t>(lists->indices, "indices", {a.B, a.Hq, R, N}), N, size, Threads::shared());
   });
 }
 
-EXPORTED const char* mlx_sparse_sample(const SparseAttention* given, float alpha_column, float alpha_slash,
-                                       int64_t chunks, int64_t block_size, SparseBuffer lists) {
+EXPORTED const char* mlx_sparse_sample(const SparseAttention* given, const SparseLists* lists, float alpha_column,
+                                       float alpha_slash, int64_t chunks) {
   return guarded([&] {
     const Call a(checked(given), false);
-    require(block_size >= 1 && block_size <= kBlock, "block_size", "1 to " + std::to_string(kBlock));
+    const int64_t size = checked(lists).block_size;
+    require(size >= 1 && size <= kBlock, "block_size", "1 to " + std::to_string(kBlock));
     require(chunks >= 1, "chunks", "at least 1");
-    Sample sample(a, {alpha_column, alpha_slash, chunks, block_size});
+    Sample sample(a, {alpha_column, alpha_slash, chunks, size});
     const int64_t width = sample.key_blocks();
-    int32_t* to = data<int32_t>(lists, "lists", {a.B, a.Hq, sample.row_blocks(), width});
+    require(lists->N == width, "N", "the number of key blocks");
+    int32_t* to = data<int32_t>(lists->indices, "indices", {a.B, a.Hq, sample.row_blocks(), width});
     if (!sample.everything()) sample.select_blocks(Threads::shared());
     sample.write_lists(to, width);
   });

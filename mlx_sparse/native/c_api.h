@@ -45,18 +45,24 @@ struct SparseBuckets {
   SparseBuffer indices, counts;            // int32 (B, Hkv, capacity), (B, Hkv)
 };
 
+// Lists of keys or of key blocks.
+struct SparseLists {
+  int64_t N, block_size;        // block_size is 0 for lists of keys
+  SparseBuffer indices, counts;  // int32: see the functions
+};
+
 // The version of this interface. It changes with every change of a structure or a function.
 int mlx_sparse_abi();
 
 // window: number of last keys that a query attends to; 0 for all keys.
 const char* mlx_sparse_dense(const SparseAttention*, int64_t window);
 const char* mlx_sparse_sparq(const SparseAttention*, const SparseSparQ*);
-// indices: int32 (B, Hkv, N). counts: int32 (B, Hkv), or no data if every list has N entries.
-const char* mlx_sparse_indices(const SparseAttention*, SparseBuffer indices, SparseBuffer counts, int64_t N);
-// lists: int32 (B, Hq, R, N).
-const char* mlx_sparse_blocks(const SparseAttention*, SparseBuffer lists, int64_t N, int64_t block_size);
-// Selects the key blocks of SampleAttention. lists: int32 (B, Hq, R, N), of which every list needs N key blocks.
-const char* mlx_sparse_sample(const SparseAttention*, float alpha_column, float alpha_slash, int64_t chunks,
-                              int64_t block_size, SparseBuffer lists);
+// Attends to keys. indices (B, Hkv, N), counts (B, Hkv), or no data if every list has N entries.
+const char* mlx_sparse_indices(const SparseAttention*, const SparseLists*);
+// Attends to key blocks. indices (B, Hq, R, N), no counts.
+const char* mlx_sparse_blocks(const SparseAttention*, const SparseLists*);
+// Selects the key blocks of SampleAttention and writes their indices (B, Hq, R, N), where N is the number of key blocks.
+const char* mlx_sparse_sample(const SparseAttention*, const SparseLists*, float alpha_column, float alpha_slash,
+                              int64_t chunks);
 const char* mlx_sparse_buckets(const SparseBuckets*);
 }

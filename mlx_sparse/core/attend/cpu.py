@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..native_call import attend, buffer, ready
+from ..native_call import Lists, attend, fill
 
 
 def attend_indices(
@@ -32,8 +32,9 @@ def attend_indices(
         return mx.zeros_like(queries), mx.full(queries.shape[:3], -mx.inf)
     if indices.itemsize > 4:  # a number outside int32 may not wrap to a key index
         indices = mx.where((indices >= 0) & (indices < keys.shape[2]), indices, -1)
-    listed, sizes = ready(indices.astype(mx.int32), None if counts is None else counts.astype(mx.int32))
-    return attend("indices", queries, keys, values, buffer(listed), buffer(sizes), N, scale=scale, length=length)
+    lists = Lists(N)
+    fill(lists, indices=indices.astype(mx.int32), counts=None if counts is None else counts.astype(mx.int32))
+    return attend("indices", queries, keys, values, lists, scale=scale, length=length)
 
 
 def attend_all(

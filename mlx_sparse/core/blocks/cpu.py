@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..native_call import attend, buffer, ready
+from ..native_call import Lists, attend, fill
 
 
 def attend_blocks(
@@ -32,5 +32,6 @@ def attend_blocks(
         return mx.zeros_like(queries), mx.full(queries.shape[:3], -mx.inf)
     if blocks.itemsize > 4:  # a number outside int32 may not wrap to a block index
         blocks = mx.where((blocks >= 0) & (blocks < keys.shape[2]), blocks, -1)
-    (lists,) = ready(blocks.astype(mx.int32))
-    return attend("blocks", queries, keys, values, buffer(lists), N, block_size, scale=scale, length=length)
+    lists = Lists(N, block_size)
+    fill(lists, indices=blocks.astype(mx.int32))
+    return attend("blocks", queries, keys, values, lists, scale=scale, length=length)

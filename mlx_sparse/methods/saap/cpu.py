@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ...core.attend.cpu import attend_indices
-from ...core.native_call import Buckets, buffer, ready, run
+from ...core.native_call import Buckets, fill, run
 from .ops import list_keys
 from .ops import saap_assign as saap_assign
 from .ops import saap_route as saap_route
@@ -30,10 +29,19 @@ def saap_indices(
     B, Hkv, n = visited.shape
     rows = mx.full((B,), covered, mx.int32) if isinstance(covered, int) else covered.astype(mx.int32)
     padding = None if left_padding is None else left_padding.astype(mx.int32)
-    inputs = ready(visited.astype(mx.int32), offsets, key_ids, rows, padding)
     indices, counts = np.empty((B, Hkv, capacity), np.int32), np.empty((B, Hkv), np.int32)
-    sizes = B, Hkv, n, offsets.shape[2] - 1, key_ids.shape[2], capacity, length, min(sink_tokens, length)
-    run("buckets", ctypes.byref(Buckets(*sizes, *map(buffer, (*inputs, indices, counts)))))
+    call = Buckets(B, Hkv, n, offsets.shape[2] - 1, key_ids.shape[2], capacity, length, min(sink_tokens, length))
+    fill(
+        call,
+        visited=visited.astype(mx.int32),
+        offsets=offsets,
+        key_ids=key_ids,
+        covered=rows,
+        left_padding=padding,
+        indices=indices,
+        counts=counts,
+    )
+    run("buckets", call)
     return mx.array(indices), mx.array(counts)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +9,7 @@ import numpy as np
 
 from ...core.blocks.cpu import attend_blocks
 from ...core.blocks.layout import Layout
-from ...core.native_call import begin, buffer, run
+from ...core.native_call import Lists, fill, run, sizes
 
 
 def sample_select(
@@ -26,11 +25,13 @@ def sample_select(
 ) -> mx.array:
     """Select key blocks for each row block (sample.7). Return ascending int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
-    lists = np.empty((*queries.shape[:2], layout.row_blocks, layout.key_blocks), np.int32)
-    call = begin(queries, keys, keys, scale, length)
-    chunks = min(chunks, layout.row_blocks)  # a number above 64 bits would wrap
-    run("sample", ctypes.byref(call), alpha_column, alpha_slash, chunks, block_size, buffer(lists))
-    return mx.array(lists)
+    blocks = np.empty((*queries.shape[:2], layout.row_blocks, layout.key_blocks), np.int32)
+    call, lists = sizes(queries, keys, scale, length), Lists(layout.key_blocks, block_size)
+    fill(call, queries=queries, keys=keys, values=keys)
+    fill(lists, indices=blocks)
+    # A number of regions above 64 bits would wrap.
+    run("sample", call, lists, alpha_column, alpha_slash, min(chunks, layout.row_blocks))
+    return mx.array(blocks)
 
 
 def sample_attention(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ...core import native_call
-from ...core.native_call import attend, buffer, ready
+from ...core.native_call import attend, fill
 from .config import Selection
 from .ops import code_keys as code_keys
 from .ops import deviation as deviation
@@ -36,28 +35,18 @@ def sparq_attention(
         parameters: the fields of `Selection`.
     """
     selection = Selection(**parameters)
-    columns = groups = 0
-    scored: tuple[Any, ...]
+    step = native_call.SparQ(selection.rank, selection.top_k, selection.local_window)
     if isinstance(selection.keys_t, KeyCodes):
-        scored, groups = (None, *selection.keys_t), selection.keys_t.lo.shape[3]
+        scored, step.groups = selection.keys_t._asdict(), selection.keys_t.lo.shape[3]
     else:
         keys_t = mx.contiguous(keys.swapaxes(-1, -2)) if selection.keys_t is None else selection.keys_t
         dtype = mx.result_type(keys, values, keys_t)
-        keys, values, keys_t = (array.astype(dtype) for array in (keys, values, keys_t))
-        scored, columns = (keys_t, None, None, None, None), keys_t.shape[3]
-    value_mean = value_mean.astype(mx.float32) if reallocate and value_mean is not None else None
-    inputs = ready(*scored, selection.component_weight, value_mean)
+        keys, values, keys_t = keys.astype(dtype), values.astype(dtype), keys_t.astype(dtype)
+        scored, step.columns = {"keys_t": keys_t}, keys_t.shape[3]
     recall = np.empty(keys.shape[:2], np.float32)
-    sizes = selection.rank, selection.top_k, selection.local_window, columns, groups
-    step = native_call.SparQ(*sizes, *map(buffer, inputs), buffer(recall))
-    out, lse = attend(
-        "sparq",
-        queries,
-        keys,
-        values,
-        ctypes.byref(step),
-        scale=selection.scale,
-        length=length,
-        left_padding=selection.left_padding,
-    )
+    weight = selection.component_weight
+    mean = value_mean.astype(mx.float32) if reallocate and value_mean is not None else None
+    fill(step, **scored, component_weight=weight, value_mean=mean, recall=recall)
+    how = {"scale": selection.scale, "length": length, "left_padding": selection.left_padding}
+    out, lse = attend("sparq", queries, keys, values, step, **how)
     return out, lse, mx.array(recall)
