@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import Any
 
@@ -12,7 +11,7 @@ from cases import Array, round_to
 from hypothesis import HealthCheck, settings
 
 from mlx_sparse.core import native_call
-from mlx_sparse.core.native_call import Attention, buffer
+from mlx_sparse.core.native_call import Attention, fill
 
 TYPES = {"f32": 0, "f16": 1, "bf16": 2}
 fuzz = settings(
@@ -55,23 +54,22 @@ class Call:
         types: tuple[str, str] = ("f32", "f32"),
     ) -> None:
         (B, Hq, L, D), (_, Hkv, capacity, _) = q.shape, k.shape
-        padding = None if padding is None else np.array(padding, np.int32)
-        self.memory = [stored(q, types[0]), stored(k, types[1]), stored(v, types[1]), padding]
-        self.written, self.lse = stored(np.full(q.shape, np.nan), types[0]), np.full((B, Hq, L), np.nan, np.float32)
         sizes = B, Hq, Hkv, L, capacity, capacity if length is None else length, D
-        arrays = *self.memory, self.written, self.lse
-        self.given = Attention(*sizes, *(TYPES[name] for name in types), D**-0.5, *map(buffer, arrays))
+        self.given = Attention(*sizes, *(TYPES[name] for name in types), D**-0.5)
+        self.out, self.lse = stored(np.full(q.shape, np.nan), types[0]), np.full((B, Hq, L), np.nan, np.float32)
+        rows = {"queries": stored(q, types[0]), "keys": stored(k, types[1]), "values": stored(v, types[1])}
+        padding = None if padding is None else np.array(padding, np.int32)
+        fill(self.given, **rows, left_padding=padding, out=self.out, lse=self.lse)
 
     def run(self, function: str, *arguments: Any) -> tuple[Array, Array]:
-        """Call ``mlx_sparse_FUNCTION``. Pass NumPy arrays as buffers. Return the output in float32 and the lse."""
-        given = [buffer(each) if isinstance(each, np.ndarray) else each for each in arguments]
-        native_call.run(function, ctypes.byref(self.given), *given)
-        return numbers(self.written), self.lse
+        """Call ``mlx_sparse_FUNCTION`` and return the output in float32 and the log-sum-exp."""
+        native_call.run(function, self.given, *arguments)
+        return numbers(self.out), self.lse
 
 
 def structure(kind: Any, **fields: Any) -> Any:
-    """Build a structure of `native_call`. Fields that are not given are 0 or no memory."""
-    fields = {name: each for name, each in fields.items() if each is not None}
-    made = kind(**{name: buffer(each) if isinstance(each, np.ndarray) else each for name, each in fields.items()})
-    made.arrays = fields  # which must exist during the call
+    """Build a structure of `native_call`. Fields that are not given, or None, are 0 or no memory."""
+    sizes = {name: each for name, each in fields.items() if isinstance(each, int)}
+    made = kind(**sizes)
+    fill(made, **{name: each for name, each in fields.items() if name not in sizes})
     return made

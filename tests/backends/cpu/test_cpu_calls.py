@@ -18,7 +18,7 @@ from native_calls import Call, structure
 from repository_paths import ROOT
 
 from mlx_sparse.core import native_call
-from mlx_sparse.core.native_call import Buffer, buffer
+from mlx_sparse.core.native_call import Buffer
 
 B, HQ, HKV, S, D, L, TOP_K = 2, 4, 2, 200, 16, 70, 20
 
@@ -47,108 +47,86 @@ BUCKETS = {"B": B, "Hkv": HKV, "n": 3, "buckets": 8, "listed": 40, "capacity": 6
 BUCKETS |= {"visited": numbers(B, HKV, 3, dtype=np.int32), "offsets": numbers(B, HKV, 9, dtype=np.int32)}
 BUCKETS |= {"key_ids": numbers(B, HKV, 40, dtype=np.int32), "indices": numbers(B, HKV, 60, dtype=np.int32)}
 BUCKETS |= {name: numbers(B, dtype=np.int32) for name in ("covered", "left_padding")} | {"counts": COUNTS}
-# For each function of c_api.h, its correct arguments after the attention, by name. `buckets` takes one structure.
-CALLS: dict[str, tuple[str, int, Callable[[], dict[str, Any]]]] = {
-    "dense": ("dense", L, lambda: {"window": 9}),
-    "columns": ("sparq", 1, lambda: {"parameters": sparq(COLUMNS)}),
-    "codes": ("sparq", 1, lambda: {"parameters": sparq(CODES)}),
-    "indices": ("indices", 1, lambda: {"indices": buffer(LISTS), "counts": buffer(COUNTS), "N": 9}),
-    "blocks": ("blocks", L, lambda: {"lists": buffer(BLOCKS), "N": 4, "block_size": 32}),
-    "sample": (
-        "sample",
-        L,
-        lambda: {"column": 0.5, "slash": 0.5, "chunks": 2, "block_size": 32, "lists": buffer(SELECTED)},
-    ),
-    "buckets": ("buckets", 0, lambda: {"given": structure(native_call.Buckets, **BUCKETS)}),
+# Correct arguments after the attention, and the number of queries. `buckets` has no attention.
+CALLS: dict[str, tuple[str, int, Callable[[], list[Any]]]] = {
+    "dense": ("dense", L, lambda: [9]),
+    "columns": ("sparq", 1, lambda: [sparq(COLUMNS)]),
+    "codes": ("sparq", 1, lambda: [sparq(CODES)]),
+    "indices": ("indices", 1, lambda: [structure(native_call.Lists, N=9, indices=LISTS, counts=COUNTS)]),
+    "blocks": ("blocks", L, lambda: [structure(native_call.Lists, N=4, block_size=32, indices=BLOCKS)]),
+    "sample": ("sample", L, lambda: [structure(native_call.Lists, N=7, block_size=32, indices=SELECTED), 0.5, 0.5, 2]),
+    "buckets": ("buckets", 0, lambda: [structure(native_call.Buckets, **BUCKETS)]),
 }
+# Sizes that no field accepts, except the fields of `ACCEPTED`, and fields that a function ignores.
 STRANGE = (-1, 0, 2**31, 2**62, -(2**63))
+ACCEPTED = {"top_k": (2**31, 2**62), "local_window": (0,), "sink_tokens": (0,)}
+IGNORED = {("columns", "groups"), ("codes", "columns"), ("indices", "block_size"), ("sample", "out"), ("sample", "lse")}
 OPTIONAL = ("left_padding", "component_weight", "value_mean", "counts")
-# Fields that accept some of the strange sizes.
-ANY = {("columns", "groups"), ("codes", "columns"), ("sample", "column"), ("sample", "slash")}
-SOME = {"top_k": (2**31, 2**62), "local_window": (0,), "sink_tokens": (0,), "chunks": (2**31, 2**62), "window": (0,)}
 
 
-def run(name: str, change: Callable[[dict[str, Any]], None] = lambda given: None) -> None:
-    """Call a function of `CALLS` after ``change`` has edited its arguments."""
-    function, queries, make = CALLS[name]
-    given = make()
-    if queries:
-        call = Call(*arrays(queries=queries), length=S, padding=(0, 9))
-        given = {"attention": call.given, **given}
-    change(given)
-    native_call.run(
-        function,
-        *(
-            ctypes.byref(each) if hasattr(each, "_fields_") and type(each) is not Buffer else each
-            for each in given.values()
-        ),
-    )
+def arguments(name: str) -> list[Any]:
+    _, queries, make = CALLS[name]
+    attention = [Call(*arrays(queries=queries), length=S, padding=(0, 9)).given] if queries else []
+    return [*attention, *make()]
 
 
-def fields(name: str) -> Iterator[tuple[str, str, Any]]:
-    """Return the places of the sizes and buffers of a call: argument, field ("" for the argument itself), value."""
-    found: dict[str, Any] = {}
-    run(name, found.update)
-    for argument, value in found.items():
-        if isinstance(value, ctypes.Structure) and not isinstance(value, Buffer):
-            yield from ((argument, field, getattr(value, field)) for field, *_ in value._fields_ if field != "scale")
-        else:
-            yield argument, "", value
+def mistakes(name: str, field: str, value: Any) -> list[Any]:
+    """Return wrong values in place of the correct ``value`` of a field."""
+    if not isinstance(value, Buffer):
+        return [3, -1] if field.endswith("type") else [n for n in STRANGE if n not in ACCEPTED.get(field, ())]
+    wrong = [Buffer(value.data, value.bytes + 1), Buffer(value.data, value.bytes - 4)]
+    wrong += [] if field in OPTIONAL else [Buffer(None, value.bytes)]
+    return wrong + ([] if field in ("codes", "lo", "step") else [Buffer(value.data + 1, value.bytes)])
 
 
-def mistakes() -> Iterator[Any]:
-    for name in CALLS:
-        for argument, field, value in fields(name):
-            place = field or argument
-            if isinstance(value, Buffer):
-                if not value.data or (name == "sample" and place in ("out", "lse")):
-                    continue
-                wrong = [Buffer(value.data, value.bytes + 1), Buffer(value.data, value.bytes - 4)]
-                wrong += [] if place in OPTIONAL else [Buffer(None, value.bytes)]
-                wrong += [] if place in ("codes", "lo", "step") else [Buffer(value.data + 1, value.bytes)]
-            else:
-                wrong = [size for size in STRANGE if size not in SOME.get(place, ()) and (name, place) not in ANY]
-                wrong = [3, -1] if place.endswith("type") else wrong
-            for n, each in enumerate(wrong):
-                yield pytest.param(
-                    name, argument, field, each, id=f"{name}-{place}-{n if isinstance(each, Buffer) else each}"
-                )
+def fields(name: str) -> Iterator[tuple[int, str]]:
+    for n, each in enumerate(arguments(name)):
+        for field, *_ in getattr(each, "_fields_", ()):
+            value = getattr(each, field)
+            if field != "scale" and (name, field) not in IGNORED and not (isinstance(value, Buffer) and not value.data):
+                yield n, field
 
 
-@pytest.mark.parametrize(("name", "argument", "field", "wrong"), list(mistakes()))
-def test_an_ill_formed_call_returns_a_message(name: str, argument: str, field: str, wrong: Any) -> None:
-    def change(given: dict[str, Any]) -> None:
-        if field:
-            setattr(given[argument], field, wrong)
-        else:
-            given[argument] = wrong
+@pytest.mark.parametrize(("name", "n", "field"), [(name, *place) for name in CALLS for place in fields(name)])
+def test_an_ill_formed_structure_returns_a_message(name: str, n: int, field: str) -> None:
+    correct = arguments(name)
+    native_call.run(CALLS[name][0], *correct)
+    value = getattr(correct[n], field)
+    for wrong in mistakes(name, field, Buffer(value.data, value.bytes) if isinstance(value, Buffer) else value):
+        setattr(correct[n], field, wrong)
+        refused(CALLS[name][0], *correct)
 
+
+def refused(function: str, *given: Any) -> None:
     with pytest.raises(RuntimeError) as raised:
-        run(name, change)
-    assert re.fullmatch(rf"native {CALLS[name][0]}: \w+: expected [^\n]+\.", str(raised.value))
-    run(name)  # the message of the last call is gone
+        native_call.run(function, *given)
+    assert re.fullmatch(rf"native {function}: \w+: expected [^\n]+\.", str(raised.value))
 
 
-@pytest.mark.parametrize("name", ["dense", "columns", "buckets"])
-def test_a_null_pointer_returns_a_message(name: str) -> None:
-    pointers = {"dense": [None, 0], "columns": [None, None], "buckets": [None]}[name]
-    with pytest.raises(RuntimeError, match="arguments: expected no null pointer"):
-        native_call.run(CALLS[name][0], *pointers)
+def test_ill_formed_numbers_return_a_message() -> None:
+    for window in (-1, 2**31, -(2**63)):
+        refused("dense", arguments("dense")[0], window)
+    for chunks in (0, -1, -(2**63)):
+        refused("sample", *arguments("sample")[:-1], chunks)
+    for name in CALLS:
+        given = arguments(name)
+        for n, each in enumerate(given):
+            if isinstance(each, ctypes.Structure):
+                refused(CALLS[name][0], *given[:n], None, *given[n + 1 :])
 
 
 def results(seed: int) -> list[Array]:
     """Return the results of several functions that divide their work among the threads."""
     q, k, v = arrays(seed, queries=L)
     found = [*Call(q, k, v).run("dense", 0), *Call(q[:, :, -1:], k, v).run("dense", 0)]
-    parameters = structure(
-        native_call.SparQ,
-        **{**COLUMNS, "rank": 4, "top_k": 30, "keys_t": np.ascontiguousarray(k[:, :, :S].swapaxes(2, 3), np.float32)},
-        recall=(recall := numbers(B, HKV)),
-    )
-    found += [*Call(q[:, :, -1:], k, v, S).run("sparq", ctypes.byref(parameters)), recall]
-    lists = np.zeros((B, HQ, 3, 7), np.int32)
-    Call(q, k, v).run("sample", 0.5, 0.5, 2, 32, lists)
-    return [*found, lists, *Call(q, k, v).run("blocks", lists, 7, 32)]
+    columns = np.ascontiguousarray(k[:, :, :S].swapaxes(2, 3), np.float32)
+    recall = numbers(B, HKV)
+    step = structure(native_call.SparQ, rank=4, top_k=30, columns=S, keys_t=columns, recall=recall)
+    found += [*Call(q[:, :, -1:], k, v, S).run("sparq", step), recall]
+    blocks = np.zeros((B, HQ, 3, 7), np.int32)
+    lists = structure(native_call.Lists, N=7, block_size=32, indices=blocks)
+    Call(q, k, v).run("sample", lists, 0.5, 0.5, 2)
+    return [*found, blocks, *Call(q, k, v).run("blocks", lists)]
 
 
 def assert_same(found: list[Array], wanted: list[Array]) -> None:

@@ -5,7 +5,6 @@ tests/backends/onnx/test_onnx_native_fuzz.py repeats this file with a library th
 
 from __future__ import annotations
 
-import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,7 +102,7 @@ def test_lists_of_any_numbers_are_attended(case: Draw, N: int) -> None:
     kept = np.where(np.arange(N) < counts[..., None], lists, -1)
     q, k, v = case.rows
     out, lse = attend.attend_indices(q, k, v, np.where(kept < case.S, kept, -1), scale=case.D**-0.5)
-    case.close(case.run("indices", lists, counts, N), out, lse)
+    case.close(case.run("indices", structure(native_call.Lists, N=N, indices=lists, counts=counts)), out, lse)
 
 
 @given(draws(), st.integers(1, 90), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 9))
@@ -131,7 +130,7 @@ def test_sparq_attends_as_the_oracle(
         given |= {"keys_t": stored(columns, case.types[1]), "columns": case.S + spare}
     recall = np.full((case.B, case.Hkv), np.nan, np.float32)
     given |= {"value_mean": mean, "recall": recall}
-    found = case.run("sparq", ctypes.byref(structure(native_call.SparQ, **given)))
+    found = case.run("sparq", structure(native_call.SparQ, **given))
     out, lse, *_ = oracle.sparq.sparq_attention(q, k, v, reallocate=reallocate, value_mean=mean, **selection)
     case.close(found, out, lse)
     assert ((recall >= 0) & (recall <= 1 + 1e-5)).all()
@@ -145,7 +144,7 @@ def test_blocks_of_any_size_are_attended(case: Draw, size: int, N: int) -> None:
     lists = case.rng.integers(-2, layout.key_blocks + 3, shape).astype(np.int32)
     lists[case.rng.random(shape) < 0.1] = case.rng.choice([-(2**31), 2**31 - 1])
     out, lse = attend_blocks(*case.rows, lists, block_size=size, scale=case.D**-0.5)
-    case.close(case.run("blocks", lists, N, size), out, lse)
+    case.close(case.run("blocks", structure(native_call.Lists, N=N, block_size=size, indices=lists)), out, lse)
 
 
 @given(draws(most=300, padded=False), st.integers(1, 128), st.integers(1, 9), st.sampled_from([0.01, 0.5, 0.9, 1.0]))
@@ -153,7 +152,8 @@ def test_blocks_of_any_size_are_attended(case: Draw, size: int, N: int) -> None:
 def test_selected_blocks_are_those_of_the_oracle(case: Draw, size: int, chunks: int, alpha: float) -> None:
     layout, (q, k, _) = Layout(case.L, case.S, chunks, size), case.rows
     lists = np.full((case.B, case.Hkv * case.G, layout.row_blocks, layout.key_blocks), -9, np.int32)
-    case.run("sample", alpha, 0.7, chunks, size, lists)
+    given = structure(native_call.Lists, N=layout.key_blocks, block_size=size, indices=lists)
+    case.run("sample", given, alpha, 0.7, chunks)
     mask = oracle.block_mask(lists, layout.key_blocks)
     assert (lists >= -1).all()
     assert (mask.sum(axis=-1) == (lists >= 0).sum(axis=-1)).all()
@@ -180,7 +180,7 @@ def test_visited_buckets_list_the_keys_of_the_oracle(
     given |= {"capacity": capacity, "length": S, "sink_tokens": min(sinks, S), "visited": visited, "covered": covered}
     given |= {"left_padding": None if padding is None else np.array(padding, np.int32)}
     names = {"offsets": index[0], "key_ids": index[1], "indices": found[0], "counts": found[1]}
-    native_call.run("buckets", ctypes.byref(structure(native_call.Buckets, **given, **names)))
+    native_call.run("buckets", structure(native_call.Buckets, **given, **names))
     if capacity < S:  # a list longer than its capacity is truncated
         wanted = found[0], np.minimum(wanted[1], capacity)
     assert_same_list(*found, wanted)
