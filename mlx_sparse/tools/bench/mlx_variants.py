@@ -116,10 +116,12 @@ def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> Spa
 def dense_implementations(case: Case, on_cpu: bool) -> dict[str, Attend]:
     """Return a dict from the name of each implementation of dense attention for this device to the implementation.
 
-    The fastest implementation is the baseline. On a CPU, plain matrix products are faster for one query than MLX's
-    attention kernel.
+    The fastest implementation is the baseline. On a CPU, the native kernels are the fastest, and for one query plain
+    matrix products are faster than MLX's attention kernel.
     """
     implementations: dict[str, Attend] = {"mlx": fused}
+    if registry.unavailable("cpu") is None:
+        implementations["cpu"] = native
     if on_cpu and case.step is None:
         implementations["products"] = products
         if case.dtype != "float32":
@@ -132,6 +134,15 @@ def fused(queries: mx.array, cache: SparseKVCache) -> mx.array:
     keys, values, _ = cache.rows("ops")
     mask = "causal" if queries.shape[2] > 1 else None
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
+
+
+def native(queries: mx.array, cache: SparseKVCache) -> mx.array:
+    """Compute attention with the native kernels, as an enabled model does."""
+    keys, values, length = cache.rows("cpu")
+    out: mx.array = registry.load("attend_all", "cpu")(
+        queries, keys, values, scale=queries.shape[-1] ** -0.5, **length
+    )[0]
+    return out
 
 
 def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = None) -> mx.array:
