@@ -81,7 +81,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
     shared: Any = Layers(case) if case.step is None else Chunks(case)
     yield from (
         kind(case, shared, name=name, implementation=implementation)
-        for name, implementation in dense_implementations(case, on_cpu).items()
+        for name, implementation in dense_implementations().items()
     )
     yield kind(case, shared, name="read", implementation=read)
     for config, backend, why in serving(request, case):
@@ -113,19 +113,14 @@ def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> Spa
 # Dense attention
 
 
-def dense_implementations(case: Case, on_cpu: bool) -> dict[str, Attend]:
-    """Return a dict from the name of each implementation of dense attention for this device to the implementation.
+def dense_implementations() -> dict[str, Attend]:
+    """Return a dict from the name of each implementation of dense attention on this machine to the implementation.
 
-    The fastest implementation is the baseline. On a CPU, the native kernels are the fastest, and for one query plain
-    matrix products are faster than MLX's attention kernel.
+    The fastest implementation is the baseline.
     """
     implementations: dict[str, Attend] = {"mlx": fused}
     if registry.unavailable("cpu") is None:
         implementations["cpu"] = native
-    if on_cpu and case.step is None:
-        implementations["products"] = products
-        if case.dtype != "float32":
-            implementations["float32 products"] = partial(products, dtype=mx.float32)
     return implementations
 
 
@@ -143,14 +138,6 @@ def native(queries: mx.array, cache: SparseKVCache) -> mx.array:
         queries, keys, values, scale=queries.shape[-1] ** -0.5, **length
     )[0]
     return out
-
-
-def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = None) -> mx.array:
-    """Compute attention with two matrix products and a softmax, for one query per head."""
-    B, _, _, D = queries.shape
-    q, k, v = (array.astype(dtype or array.dtype) for array in (queries, *cache.rows("ops")[:2]))
-    scores = (q.reshape(B, k.shape[1], -1, D) * D**-0.5) @ k.swapaxes(-1, -2)
-    return (mx.softmax(scores, axis=-1, precise=True) @ v).reshape(queries.shape).astype(queries.dtype)
 
 
 def read(queries: mx.array, cache: SparseKVCache) -> mx.array:
