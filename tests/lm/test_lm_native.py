@@ -6,6 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from require import absent
 from tiny_models import build, prompt_of
@@ -76,3 +78,16 @@ def test_only_an_exact_window_is_recognized():
     other[1, 3] = ~other[1, 3]
     for wrong in (other, mask.astype(mx.float32), mask[:, :-1], mx.zeros_like(mask)):
         assert window_of(wrong, L, S) is None
+
+
+def test_an_enabled_model_has_the_gradients_of_mlx_lm():
+    expected, model = build(), build()
+    tokens = mx.array([prompt_of(24)])
+
+    def gradients(model: Any) -> Any:
+        return nn.value_and_grad(model, lambda model: model(tokens).square().mean())(model)[1]
+
+    with mlx_sparse.sparse(model, NEVER_SPARSE):
+        found = gradients(model)
+    for (name, ours), (_, theirs) in zip(tree_flatten(found), tree_flatten(gradients(expected)), strict=True):
+        assert mx.array_equal(ours, theirs), name
