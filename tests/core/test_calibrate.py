@@ -303,7 +303,7 @@ def test_command_measures_every_shape_and_attn_uses_the_result(run: Callable[...
     done = run("mlx-sparse", "calibrate", "--model", "llama", "--attn", "sparq:rank=4", "--seconds", "0.3")
     assert done.code == 0, done.err
     assert re.search(
-        r"2 layers, ops, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse at [\d,]+ keys and longer", done.out
+        r"2 layers, cpu, \d+ x \d+ heads of \d+: sparq:rank=4\S* sparse at [\d,]+ keys and longer", done.out
     )
     assert "the context length at which sparq is faster" in done.err
     options = ["--model", "llama", "--prompt", "w1 w2", "--max-tokens", "2", "--attn", "sparq:rank=4"]
