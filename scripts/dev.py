@@ -27,21 +27,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
 STAMP = ROOT / ".venv" / "dev-stamp"  # installed extra; hash of pyproject.toml, native kernels and list of modules
-KERNELS = ROOT / "onnx_export" / "ort_ops"
+KERNELS = [ROOT / "mlx_sparse" / "native", ROOT / "onnx_export" / "ort_ops"]
 PACKAGES = ("mlx_sparse", "metal", "cuda_ref", "onnx_export")
 BASE, TEST = ".", ".[test]"
 
 # Budgets: lines of tracked text files, without pictures and JSON; files that an entry point imports; words of Markdown.
 LINES = {
-    "mlx_sparse": 23_800,
+    "mlx_sparse": 27_500,
     "mlx_sparse/core": 2_900,
     "mlx_sparse/methods": 5_800,
     "mlx_sparse/cache": 700,
     "mlx_sparse/api": 1_200,
-    "mlx_sparse/lm": 4_200,
+    "mlx_sparse/lm": 4_400,
+    "mlx_sparse/native": 3_600,
     "mlx_sparse/tools": 7_800,
     "metal": 3_000,
-    "onnx_export": 9_900,
+    "onnx_export": 6_700,
     "cuda_ref": 5_000,
     "scripts": 1_800,
 }
@@ -77,7 +78,7 @@ def setup(wanted):
 
     An installation is outdated if pyproject.toml, the native kernels or the list of modules changed.
     """
-    read = [ROOT / "pyproject.toml", *sorted(path for path in KERNELS.iterdir() if path.is_file())]
+    read = [ROOT / "pyproject.toml", *sorted(path for folder in KERNELS for path in folder.iterdir() if path.is_file())]
     modules = sorted(str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
     state = hashlib.sha256(b"".join([*(path.read_bytes() for path in read), *map(str.encode, modules)])).hexdigest()
     installed, _, known = STAMP.read_text().partition(" ") if STAMP.is_file() else ("", "", "")

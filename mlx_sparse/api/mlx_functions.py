@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import MAX_BUCKETS, ConfigError, ShapeError, Sizes, check_shape
-from ..core import registry
+from ..core import native_call, registry
 from ..core.packed_rows import PackedRows, Rows
 from .functions import Functions
 
@@ -28,7 +28,11 @@ class MLX:
     def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Rows) -> str:
         packed = [array for array in arrays if isinstance(array, PackedRows)]
         bits = max((rows.bits for rows in packed), default=None)
-        return registry.resolve(backend, function, D=sizes.D, G=sizes.G, bits=bits)
+        name = registry.resolve(backend, function, D=sizes.D, G=sizes.G, bits=bits)
+        if name == "cpu" and (reason := native_call.unsupported(*arrays)) is not None:
+            registry.require(backend, function, reason)
+            return "ops"
+        return name
 
     def load(self, function: str, backend: str) -> Callable[..., Any]:
         return registry.load(function, backend)

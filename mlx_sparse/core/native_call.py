@@ -6,7 +6,9 @@ Arrays are evaluated and passed as pointers, without a copy if they are contiguo
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+import io
+import threading
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -74,12 +76,63 @@ ARGUMENTS: dict[str, list[Any]] = {
 }
 
 
+class _Probes(threading.local):
+    """Number of times that the Python code of `_probe` has run in this thread."""
+
+    count = 0
+
+
+_probes = _Probes()
+
+
+@partial(mx.compile, shapeless=True)
+def _probe(*arrays: mx.array) -> mx.array:
+    _probes.count += 1
+    return arrays[0]
+
+
+def traced(*arrays: mx.array) -> bool:
+    """Return True if `mx.compile`, `mx.vmap`, `mx.grad` or a similar function traces one of the arrays.
+
+    A compiled function runs its Python code if it traces an argument. Without tracing, it runs this code only for new
+    types and numbers of axes, or after `mx.disable_compile`.
+    """
+    before = _probes.count
+    _probe(*arrays)
+    return _probes.count > before and any(map(_keeps_graph, arrays))
+
+
+def _keeps_graph(array: mx.array) -> bool:
+    """Return True if results of ``array`` cannot be evaluated, or keep their inputs when they are evaluated."""
+    first, graph = array.flatten()[:1] + 0, io.StringIO()
+    try:
+        mx.eval(first)
+    except ValueError:
+        return True
+    mx.export_to_dot(graph, first)
+    return "label" in graph.getvalue()
+
+
+def unsupported(*arrays: Any) -> str | None:
+    """Return the reason why native kernels cannot run on the arrays, or None."""
+    for array in arrays:
+        if array.dtype not in TYPES:
+            return f"its kernels take float32, float16 and bfloat16, not {str(array.dtype).removeprefix('mlx.core.')}"
+    return "it does not run inside mx.compile, mx.vmap or mx.grad" if traced(*arrays) else None
+
+
 def fill(call: Any, **arrays: mx.array | np.ndarray[Any, Any] | None) -> None:
     """Evaluate arrays and set the buffers of ``call`` with the same names to their memory.
 
     An array that is not contiguous is copied. ``call`` keeps all arrays. None is no buffer.
+
+    Raises:
+        BackendUnavailable: a function such as `mx.grad` traces one of the arrays.
     """
-    mx.eval(arrays)
+    read = [array for array in arrays.values() if isinstance(array, mx.array)]
+    if read and traced(*read):
+        raise BackendUnavailable("backend: expected ops inside mx.compile, mx.vmap and mx.grad, got cpu.")
+    mx.eval(read)
     for name, given in arrays.items():
         if given is None or given.size == 0:
             continue
@@ -147,9 +200,9 @@ class _Functions(dict[str, Any]):
     """Functions of the library by name, which return a message or None."""
 
     def __missing__(self, name: str) -> Any:
-        self[name] = function = native.library()[f"mlx_sparse_{name}"]
+        function = native.library()[f"mlx_sparse_{name}"]
         function.restype, function.argtypes = ctypes.c_char_p, ARGUMENTS[name]
-        return function
+        return self.setdefault(name, function)  # only now, because other threads may call it at once
 
 
 @cache

@@ -10,7 +10,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from ..api.call_report import Counts
 from ..cache.kv_cache import Mask, is_padding_mask
 from ..cache.sparse_cache import SparseCache
-from ..core import registry
+from ..core import native_call, registry
 from ..core.blocks.ops import batch_size, wait_for
 from ..core.packed_rows import PackedRows, Rows
 from .plan import Plan
@@ -152,9 +152,9 @@ class DenseAttention:
         Args:
             cache: the cache with the rows ``keys`` and ``values``; None if it is not a sparse cache.
         """
-        if not (
-            isinstance(keys, mx.array) and keys.shape == values.shape and self._plan.attends_natively(queries, keys)
-        ):
+        if not isinstance(keys, mx.array) or keys.shape != values.shape:
+            return None
+        if not self._plan.attends_natively(queries, keys) or native_call.unsupported(queries, keys) is not None:
             return None
         L, length, padding, window = queries.shape[2], keys.shape[2], None, 0
         if L == 1 if mask is None else is_padding_mask(mask, self._caches):

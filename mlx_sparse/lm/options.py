@@ -65,8 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--attn-backend",
         default="auto",
         metavar="NAME",
-        help="Backend: 'metal' (kernels for Apple GPUs), 'ops' (MLX array operations), or 'auto', which selects metal "
-        "if it is available (default: auto).",
+        help="Backend: 'metal' (kernels for Apple GPUs), 'cpu' (native kernels for CPUs), 'ops' (MLX array "
+        "operations), or 'auto', which selects metal or cpu if it is available (default: auto).",
     )
     group.add_argument(
         "--lossless",

@@ -44,9 +44,17 @@ Type type_of(int32_t type, const char* name) {
   return Type(type);
 }
 
-int64_t checked_rows(int64_t B) {
-  require(B > 0 && B <= kMost, "B", "1 to 2**31 - 1");
-  return B;
+// Refuses sizes outside the range of int32, whose sums do not overflow.
+void check_sizes(int64_t least, Size sizes) {
+  for (const int64_t size : sizes) {
+    require(size >= least && size <= kMost, "sizes", std::to_string(least) + " to 2**31 - 1");
+  }
+}
+
+template <class T>
+const T& checked(const T* given) {
+  require(given, "arguments", "no null pointer");
+  return *given;
 }
 
 // Writes the first valid key of each sequence.
@@ -55,14 +63,13 @@ void read_padding(const SparseBuffer& given, int64_t length, int64_t B, int64_t*
   for (int64_t b = 0; b < B; b++) first[b] = padding ? std::clamp<int64_t>(padding[b], 0, length) : 0;
 }
 
-// The attention of a call, with memory for the first key and the length of each sequence.
+// The attention of a call. It uses scratch memory for the first key and the length of each sequence.
 struct Call : Attention {
-  explicit Call(const SparseAttention& given, bool writes = true)
-      : Attention{}, scratch_(Scratch::kLengths, 2 * Scratch::size<int64_t>(checked_rows(given.B))) {
+  explicit Call(const SparseAttention& given, bool writes = true) : Attention{} {
     kernels = &sparse::kernels();
     query_type = type_of(given.query_type, "query_type"), type = type_of(given.type, "type");
     B = given.B, Hq = given.Hq, Hkv = given.Hkv, L = given.L, C = given.capacity, D = given.D;
-    for (const int64_t size : {Hq, Hkv, L, C, D}) require(size > 0 && size <= kMost, "sizes", "1 to 2**31 - 1");
+    check_sizes(1, {B, Hq, Hkv, L, C, D});
     require(Hq % Hkv == 0, "Hq", "a multiple of Hkv");
     require(L <= given.length && given.length <= C, "length", "L to the capacity");
     query = data(given.queries, "queries", {B, Hq, L, D}, size_of(query_type));
@@ -73,14 +80,12 @@ struct Call : Attention {
       lse = data<float>(given.lse, "lse", {B, Hq, L});
     }
     scale = given.scale;
-    int64_t *firsts = scratch_.take<int64_t>(B), *lengths = scratch_.take<int64_t>(B);
+    Scratch scratch(Scratch::kLengths, 2 * Scratch::size<int64_t>(B));
+    int64_t *firsts = scratch.take<int64_t>(B), *lengths = scratch.take<int64_t>(B);
     std::fill(lengths, lengths + B, given.length);
     read_padding(given.left_padding, given.length, B, firsts);
     first = firsts, length = lengths;
   }
-
- private:
-  Scratch scratch_;
 };
 
 // Runs a function and returns null or the message of its exception.
@@ -104,8 +109,8 @@ EXPORTED int mlx_sparse_abi() { return 1; }
 
 EXPORTED const char* mlx_sparse_dense(const SparseAttention* given, int64_t window) {
   return guarded([&] {
-    require(window >= 0, "window", "0 or more");
-    Call a(*given);
+    Call a(checked(given));
+    check_sizes(0, {window});
     a.window = window;
     attend_densely(a, Threads::shared());
   });
@@ -113,8 +118,8 @@ EXPORTED const char* mlx_sparse_dense(const SparseAttention* given, int64_t wind
 
 EXPORTED const char* mlx_sparse_sparq(const SparseAttention* given, const SparseSparQ* parameters) {
   return guarded([&] {
-    const Call a(*given);
-    const SparseSparQ& p = *parameters;
+    const Call a(checked(given));
+    const SparseSparQ& p = checked(parameters);
     require(a.L == 1, "L", "1");
     require(p.rank >= 1 && p.rank <= a.D, "rank", "1 to D");
     require(p.top_k >= 1 && p.local_window >= 0 && p.local_window <= p.top_k, "local_window", "0 to top_k");
@@ -145,10 +150,10 @@ EXPORTED const char* mlx_sparse_sparq(const SparseAttention* given, const Sparse
 
 EXPORTED const char* mlx_sparse_indices(const SparseAttention* given, const SparseLists* lists) {
   return guarded([&] {
-    const Call a(*given);
-    const int64_t N = lists->N;
+    const Call a(checked(given));
+    const int64_t N = checked(lists).N;
     require(a.L == 1, "L", "1");
-    require(N >= 1 && N <= kMost, "N", "1 to 2**31 - 1");
+    check_sizes(1, {N});
     const int32_t* indices = data<int32_t>(lists->indices, "indices", {a.B, a.Hkv, N});
     const int32_t* counts = lists->counts.data ? data<int32_t>(lists->counts, "counts", {a.B, a.Hkv}) : nullptr;
     const auto listed = [&](int64_t b, int64_t h, int32_t* to) {
@@ -167,9 +172,9 @@ EXPORTED const char* mlx_sparse_indices(const SparseAttention* given, const Spar
 
 EXPORTED const char* mlx_sparse_blocks(const SparseAttention* given, const SparseLists* lists) {
   return guarded([&] {
-    const Call a(*given);
-    const int64_t N = lists->N, size = lists->block_size;
-    require(N >= 1 && N <= kMost && size >= 1 && size <= kMost, "N", "1 to 2**31 - 1");
+    const Call a(checked(given));
+    const int64_t N = checked(lists).N, size = lists->block_size;
+    check_sizes(1, {N, size});
     const int64_t R = (given->length - 1) / size - (given->length - a.L) / size + 1;
     attend_blocks(a, data<int32_t>(lists->indices, "indices", {a.B, a.Hq, R, N}), N, size, Threads::shared());
   });
@@ -178,12 +183,13 @@ EXPORTED const char* mlx_sparse_blocks(const SparseAttention* given, const Spars
 EXPORTED const char* mlx_sparse_sample(const SparseAttention* given, const SparseLists* lists, float alpha_column,
                                        float alpha_slash, int64_t chunks) {
   return guarded([&] {
-    const Call a(*given, false);
-    const int64_t size = lists->block_size;
+    const Call a(checked(given), false);
+    const int64_t size = checked(lists).block_size;
     require(size >= 1 && size <= kBlock, "block_size", "1 to " + std::to_string(kBlock));
     require(chunks >= 1, "chunks", "at least 1");
     Sample sample(a, {alpha_column, alpha_slash, chunks, size});
     const int64_t width = sample.key_blocks();
+    require(lists->N == width, "N", "the number of key blocks");
     int32_t* to = data<int32_t>(lists->indices, "indices", {a.B, a.Hq, sample.row_blocks(), width});
     if (!sample.everything()) sample.select_blocks(Threads::shared());
     sample.write_lists(to, width);
@@ -192,13 +198,13 @@ EXPORTED const char* mlx_sparse_sample(const SparseAttention* given, const Spars
 
 EXPORTED const char* mlx_sparse_buckets(const SparseBuckets* given) {
   return guarded([&] {
-    const SparseBuckets& g = *given;
-    Scratch scratch(Scratch::kLengths, 2 * Scratch::size<int64_t>(checked_rows(g.B)));
-    int64_t *first = scratch.take<int64_t>(g.B), *covered = scratch.take<int64_t>(g.B);
-    for (const int64_t size : {g.Hkv, g.capacity, g.length}) require(size > 0 && size <= kMost, "sizes", "1 to 2**31 - 1");
-    for (const int64_t size : {g.n, g.buckets, g.listed, g.sink_tokens}) require(size >= 0, "sizes", "0 or more");
-    read_padding(g.left_padding, g.length, g.B, first);
+    const SparseBuckets& g = checked(given);
+    check_sizes(1, {g.B, g.Hkv, g.capacity, g.length});
+    check_sizes(0, {g.n, g.buckets, g.listed, g.sink_tokens});
     const int32_t* rows = data<int32_t>(g.covered, "covered", {g.B});
+    Scratch scratch(Scratch::kLengths, 2 * Scratch::size<int64_t>(g.B));
+    int64_t *first = scratch.take<int64_t>(g.B), *covered = scratch.take<int64_t>(g.B);
+    read_padding(g.left_padding, g.length, g.B, first);
     for (int64_t b = 0; b < g.B; b++) covered[b] = std::clamp<int64_t>(rows[b], 0, g.length);
     BucketLists lists{};
     lists.B = g.B, lists.Hkv = g.Hkv, lists.n = g.n, lists.buckets = g.buckets, lists.listed = g.listed;

@@ -37,7 +37,9 @@ int thread_count() {
 // The calling thread works on its own work. The other threads help with the oldest work that has tasks left.
 class Crew {
  public:
-  Crew() {
+  const pid_t process = getpid();
+
+  void start() {
     try {
       for (int i = 1; i < thread_count(); i++) std::thread([this] { help(); }).detach();
     } catch (const std::system_error&) {  // the limit of the system; the calling thread does the rest
@@ -92,15 +94,18 @@ const Threads& Threads::shared() {
 void Threads::parallel(size_t n, Call call, void* job) const {
   // A fork has none of the threads, so a child process needs a new crew. A crew is never deleted, because its threads
   // run until the process ends.
-  static std::mutex mutex;
-  static pid_t process = 0;
-  static Crew* crew = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (process != getpid()) crew = new Crew, process = getpid();
+  static std::atomic<Crew*> crew{nullptr};  // no mutex, because a fork may copy a locked one
+  Crew* now = crew.load();
+  if (!now || now->process != getpid()) {
+    Crew* mine = new Crew;
+    if (crew.compare_exchange_strong(now, mine)) {
+      (now = mine)->start();
+    } else {
+      delete mine;
+    }
   }
   Work work{call, job, n};
-  crew->run(work);
+  now->run(work);
 }
 
 }  // namespace sparse

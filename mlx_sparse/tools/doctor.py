@@ -11,7 +11,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, _boot
+from .. import __version__, _boot, native
 from ..checks import SparseAttentionError, echoed
 from ..core.registry import BACKENDS, unavailable
 from ..extras import NAME, REBUILD, install_hint
@@ -47,6 +47,8 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *
     if findings["packages"].get("mlx-vlm"):
         findings["seams of mlx-vlm"] = _guarded(lambda: _seams("mlx_vlm"), problems, "mlx-vlm")
         problems += [f"mlx-vlm: {problem}" for problem in findings["seams of mlx-vlm"] or []]
+    if "cpu" in str(findings["device"]) and (reason := native.unavailable()) is not None:
+        problems.append(f"attention on the CPU uses array operations: {reason}")
     problems += _other_owners()
     if model is not None:
         findings["model"] = _crossovers(model, attn, backend, problems)

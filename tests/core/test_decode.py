@@ -12,6 +12,7 @@ from cases import CASES, DECODE, ODD_CASES, PRECISION, SOME_CASES, Array, Case, 
 from expected import assert_conforms, attended, expected
 
 from mlx_sparse import oracle
+from mlx_sparse.core import registry
 
 ATTENDING = backends_with("attend_indices")
 by_case = pytest.mark.parametrize("case", SOME_CASES, ids=str)
@@ -22,7 +23,7 @@ def runs_odd(name: str, case: Case) -> bool:
     """Return True if a backend supports an odd case. Function bodies and Triton's interpreter are slow."""
     if name == "triton":
         return case.D % 8 == 0 and 16 <= case.D and case.S < 4000
-    return name in ("ops", "metal", "ort")
+    return name in ("ops", "ort") or name.startswith("cpu") or (name == "metal" and case.D <= registry.METAL_HEAD_DIM)
 
 
 STEPS = [
@@ -59,7 +60,7 @@ def test_attention_to_the_keys_of_the_oracle_equals_the_oracle(backend: Any, cas
     chosen = reference.sparq_select(q, k, rank=16, top_k=40, left_padding=case.padding).indices
     found, wanted = backend.attend_indices(case, chosen, 0.2), attended(case, chosen, 0.2)
     assert_conforms(found, wanted, case)
-    if backend.name in ("ops", "metal"):
+    if backend.name != "triton":
         some = np.isfinite(wanted.lse)
         np.testing.assert_allclose(found.lse[some], wanted.lse[some], rtol=0, atol=4 * ulp(wanted.lse[some], "f32"))
 
@@ -137,7 +138,7 @@ def test_a_zero_query_attends_uniformly(backend: Any) -> None:
     np.testing.assert_allclose(backend.sparq(case, params).out, wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["oracle", "ops", "metal", "triton"], indirect=True)
+@pytest.mark.parametrize("backend", ["oracle", "ops", "cpu", "metal", "triton"], indirect=True)
 def test_keys_t_changes_nothing(backend: Any) -> None:
     q, k, v = Case(1, 6, 2, 203, 64, "f32").inputs()
     *arrays, keys_t = (backend.array(array, "f32") for array in (q, k, v, k.swapaxes(2, 3)))

@@ -18,7 +18,7 @@ from mlx_sparse.methods import METHODS
 ROOT = Path(__file__).parents[2]
 
 # Modules that backends outside mlx_sparse may import.
-SHARED = {"checks", "extras", "files", "core", "methods", "api"}
+SHARED = {"checks", "extras", "files", "native", "core", "methods", "api"}
 BENCH = SHARED | {"tools", "oracle"}  # allowed for benchmark variants, whose core is in tools
 FREE = {"torch", "triton", "onnx", "onnxruntime"}  # mlx_sparse runs without them
 FACTS = (["__version__"], ["__path__"])  # attributes of the package that are no modules
@@ -159,12 +159,13 @@ def backend_of(file: str) -> str:
 
 
 def test_backends_do_not_import_each_other():
-    assert {"oracle", "ops", "metal"} <= {backend_of(file) for file in arrows()}
+    backends = {"oracle", "ops", "cpu", "metal"}
+    assert backends <= {backend_of(file) for file in arrows()}
     for file, others in arrows().items():
         backend = backend_of(file)
-        if backend in ("oracle", "ops", "metal"):
-            allowed = {backend} | ({"ops"} if backend == "metal" else set())  # launchers reuse array operations
-            wrong = {other for other in others if backend_of(other) in {"oracle", "ops", "metal"} - allowed}
+        if backend in backends:
+            allowed = {backend} | ({"ops"} if backend in ("cpu", "metal") else set())  # they reuse array operations
+            wrong = {other for other in others if backend_of(other) in backends - allowed}
             assert not wrong, f"{file} must not import {', '.join(sorted(wrong))}"
 
 

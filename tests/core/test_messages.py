@@ -59,7 +59,7 @@ ECHOING: dict[str, tuple[Callable[[str], Any], str]] = {
     "pair": (lambda text: parse(f"sparq:{text}"), "sparq: expected key=value, got "),
     "ranges": (lambda text: parse(f"sample:ranges={text}"), "ranges: expected up_to:"),
     "list": (lambda text: split_methods(f"{text},,"), "methods: expected a list such as "),
-    "backend": (lambda text: registry.require(text, "sparq"), "backend: expected auto or ops, got "),
+    "backend": (lambda text: registry.require(text, "sparq"), "backend: expected auto"),
     "choice": (lambda text: check_choice("dtype", text, ("f16", "f32")), "dtype: expected one of f16, f32, got "),
     "share": (lambda text: check_share("window", text), "window: expected a number above 0 and at most 1, got "),
     "list of values": (lambda text: check_int("top_k", [text] * 9, 1), "top_k: expected an integer of at least 1"),

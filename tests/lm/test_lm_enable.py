@@ -21,11 +21,13 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model
+from require import absent
 from tiny_models import FAMILIES, EveryStepSparQ, build, greedy, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse.api.call_report import Counts
 from mlx_sparse.cache.kv_cache import SparseKVCache
+from mlx_sparse.core import registry
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import SAMPLED_STEPS, Call, active
 from mlx_sparse.lm.model import plan_of
@@ -80,18 +82,24 @@ def test_a_model_with_an_architecture_file_of_its_own_is_sparse(changes: dict[st
     assert attention == untouched
 
 
+# In the first 64 keys, the spread of the keys is computed in every step, with array operations.
+@pytest.mark.parametrize(("backend", "prompt"), [("cpu", 64), ("ops", PROMPT)])
 @pytest.mark.parametrize(
     "attn", ["sparq:dense_below=0,top_k=16,rank=8", "sparq:dense_below=0,top_k=16,rank=8,key_bits=16"]
 )
-def test_a_decoded_token_visits_six_of_our_files_and_makes_eighty_calls(model: Any, attn: str):
+def test_a_decoded_token_visits_six_of_our_files_and_makes_eighty_calls(
+    model: Any, attn: str, backend: str, prompt: int
+):
+    if reason := registry.unavailable(backend):
+        absent(backend, reason)
     home, seen = str(Path(mlx_sparse.__file__).parent), Counter[str]()
 
     def trace(frame: Any, event: str, _: object) -> None:
         if frame.f_code.co_filename.startswith(home):
             seen[frame.f_code.co_filename.removeprefix(home)] += 1
 
-    with mlx_sparse.sparse(model, attn) as report:
-        tokens = generate_step(mx.array(prompt_of(PROMPT)), model, max_tokens=STEPS)
+    with mlx_sparse.sparse(model, attn, backend=backend) as report:
+        tokens = generate_step(mx.array(prompt_of(prompt)), model, max_tokens=STEPS)
         for _ in range(3):
             next(tokens)
         others = sys.gettrace()
@@ -115,8 +123,9 @@ def test_enable_returns_a_live_report(model: Any):
     tokens_of(model)
     assert report.sparse_calls == LAYERS * STEPS
     assert report.as_dict()["dense_calls"] == {"in prefill": LAYERS}
+    backend = registry.resolve("auto", "sparq", D=32, G=2)
     assert str(report).startswith(
-        "sparq:rank=4,top_k=4,reallocate=false,component_score=query_key,dense_below=0 on ops: 2 of 2 layers"
+        f"sparq:rank=4,top_k=4,reallocate=false,component_score=query_key,dense_below=0 on {backend}: 2 of 2 layers"
     )
 
 
@@ -196,7 +205,7 @@ def test_speculative_decoding_verifies_densely(model: Any, tokenizer: TokenizerW
 
 
 def test_a_call_without_a_cache_is_dense_and_counted(model: Any):
-    with mlx_sparse.sparse(model, SPARSE) as report:
+    with mlx_sparse.sparse(model, SPARSE, backend="ops") as report:
         logits = model(mx.array([prompt_of(PROMPT)]))
     assert report.dense_calls == {"without a KV cache": LAYERS}
     assert mx.array_equal(logits, build()(mx.array([prompt_of(PROMPT)])))
@@ -280,7 +289,7 @@ def test_unsupported_methods_of_a_model_are_refused(attn: str, model: Any):
 @pytest.mark.parametrize("backend", ["oracle", "cuda"])
 def test_a_backend_that_cannot_run_a_model_is_refused(backend: str, model: Any):
     with pytest.raises(
-        mlx_sparse.BackendUnavailable, match=rf"^backend: expected auto or ops, got {backend} \(.*\)\.$"
+        mlx_sparse.BackendUnavailable, match=rf"^backend: expected auto(, ops)? or \w+, got {backend} \(.*\)\.$"
     ):
         mlx_sparse.enable(model, backend=backend)
 

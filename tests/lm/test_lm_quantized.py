@@ -85,15 +85,16 @@ def test_nbytes_of_a_quantized_cache(bits: int, rows_take: float, copy_takes: fl
 @pytest.mark.parametrize("spec", ["sparq", "sample:block_size=32,dense_below=0,dense_above=1"])
 def test_prefill_over_a_quantized_cache_equals_mlx_lm(spec: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mlx_sparse.cache.kv_cache.DEQUANTIZED_BYTES", 1)  # head by head
-    model, prompt = build(head_dim=32), mx.array([prompt_of(PROMPT)])
-    ours, theirs = ([QuantizedKVCache(group_size=32, bits=8) for _ in range(LAYERS)] for _ in range(2))
-    dense = build(head_dim=32)
+    # One layer, because a difference in the last bit may change a code in the cache of the next layer.
+    model, dense = (build(head_dim=32, num_hidden_layers=1) for _ in range(2))
+    prompt = mx.array([prompt_of(PROMPT)])
+    ours, theirs = ([QuantizedKVCache(group_size=32, bits=8)] for _ in range(2))
     with mlx_sparse.sparse(model, spec) as report:
         for chunk in (prompt[:, :200], prompt[:, 200:]):
             found, expected = model(chunk, cache=ours), dense(chunk, cache=theirs)
             assert mx.abs(found - expected).max() < 1e-4 * mx.abs(expected).max()
     if report.prefill is not None:
-        assert report.prefill.calls == 2 * LAYERS
+        assert report.prefill.calls == 2
 
 
 def test_prefill_over_a_quantized_cache_allocates_no_full_score_matrix():

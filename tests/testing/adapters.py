@@ -7,6 +7,7 @@ Libraries are imported inside functions, because some libraries may not be insta
 
 from __future__ import annotations
 
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
@@ -22,6 +23,8 @@ from mlx_sparse.methods.sparq.config import Selection
 from mlx_sparse.methods.sparq.scoring_keys import GROUP, WORDS
 
 Params = dict[str, Any]
+# Instruction sets of the native kernels on this kind of machine, the fastest last.
+SETS = ["scalar", "neon"] if platform.machine() in ("aarch64", "arm64") else ["scalar", "avx2", "avx512"]
 
 
 class Result(NamedTuple):
@@ -140,7 +143,8 @@ class Arrays(ABC):
         how = {**params, "left_padding": padding, **dict(names), **self.length(case.S)}
         given = (q, self.cached(k))
         out, lse = self.load("quest")(*given, self.cached(v), scale=case.D**-0.5, **how)
-        return self.result(self.load("quest_select")(*given, **how), out, lse, case)
+        selects = self.name in registry.backends_of("quest_select")
+        return self.result(self.load("quest_select")(*given, **how) if selects else None, out, lse, case)
 
     # Prompts
 
@@ -208,7 +212,11 @@ class Arrays(ABC):
 
 
 class Mlx(Arrays):
-    """Adapter for the two backends on MLX arrays: MLX operations and Metal kernels."""
+    """Adapter for the backends on MLX arrays: MLX operations, native kernels and Metal kernels."""
+
+    def load(self, function: str) -> Callable[..., Any]:
+        """Return the implementation of ``function``, which is that of `ops` if the backend has none."""
+        return registry.load(function, self.name if self.name in registry.backends_of(function) else "ops")
 
     @cached_property
     def functions(self) -> Any:
@@ -416,8 +424,11 @@ class NumPy:
         return np.asarray(array)
 
 
+# `fixtures_backends.backend` limits the native kernels to the instruction set in the name of an adapter.
 ADAPTERS: dict[str, Any] = {
     "ops": Mlx("ops"),
+    "cpu": Mlx("cpu"),
+    **{f"cpu-{name}": Mlx("cpu") for name in SETS[:-1]},
     "metal": Mlx("metal"),
     "triton": Torch("triton"),
     "onnx": Onnx("onnxruntime"),

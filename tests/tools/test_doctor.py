@@ -15,7 +15,7 @@ from json_tables import read_tables
 from mlx_lm.models.cache import KVCache
 from tiny_models import write
 
-from mlx_sparse import calibrate, cli
+from mlx_sparse import calibrate, cli, native
 from mlx_sparse.calibrate.files import measurement_key, write_measurement
 from mlx_sparse.core import registry
 from mlx_sparse.methods import METHODS, Quest
@@ -53,6 +53,16 @@ def test_doctor_reports_every_fact_and_no_problem(capsys: pytest.CaptureFixture[
     assert list(findings["backends"]) == list(registry.BACKENDS)
     assert findings["backends"]["oracle"] == findings["backends"]["ops"] == "yes"
     assert findings["seams"] == findings["problems"] == []
+
+
+def test_doctor_reports_that_the_native_kernels_were_not_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(native, "path", lambda: None)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "cpu: the library of native kernels was not built: there was no C++ compiler." in out
+    assert "problem: attention on the CPU uses array operations: the library of native kernels was not built" in out
 
 
 @pytest.mark.usefixtures("calibration_folder")
@@ -174,7 +184,7 @@ def test_matrix_prints_every_method_and_backend_as_text_and_as_json(capsys: pyte
     rows = {row["method"]: row for row in json.loads(out)}
     assert code == 0
     here = "yes" if mx.metal.is_available() else "MLX finds no Metal GPU on this machine"
-    found = {name: registry.unavailable(name) or "yes" for name in ("triton", "onnx", "ort")}
+    found = {name: registry.unavailable(name) or "yes" for name in ("cpu", "triton", "onnx", "ort")}
     assert rows["sparq"]["backends"] == {"oracle": "yes", "ops": "yes", "metal": here, **found}
 
 

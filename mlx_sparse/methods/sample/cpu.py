@@ -29,7 +29,8 @@ def sample_select(
     call, lists = sizes(queries, keys, scale, length), Lists(layout.key_blocks, block_size)
     fill(call, queries=queries, keys=keys, values=keys)
     fill(lists, indices=blocks)
-    run("sample", call, lists, alpha_column, alpha_slash, chunks)
+    # A number of regions above 64 bits would wrap.
+    run("sample", call, lists, alpha_column, alpha_slash, min(chunks, layout.row_blocks))
     return mx.array(blocks)
 
 

@@ -44,7 +44,8 @@ def sparq_attention(
         keys, values, keys_t = keys.astype(dtype), values.astype(dtype), keys_t.astype(dtype)
         scored, step.columns = {"keys_t": keys_t}, keys_t.shape[3]
     recall = np.empty(keys.shape[:2], np.float32)
-    weight, mean = selection.component_weight, value_mean if reallocate else None
+    weight = selection.component_weight
+    mean = value_mean.astype(mx.float32) if reallocate and value_mean is not None else None
     fill(step, **scored, component_weight=weight, value_mean=mean, recall=recall)
     how = {"scale": selection.scale, "length": length, "left_padding": selection.left_padding}
     out, lse = attend("sparq", queries, keys, values, step, **how)

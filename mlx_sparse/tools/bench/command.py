@@ -104,7 +104,7 @@ def _add_options(parser: argparse.ArgumentParser, stage: str) -> None:
     about = f"{', '.join(ITEM_SIZES)} (default: float16)"
     parser.add_argument("--dtype", metavar="TYPE,...", default="float16", help=about)
     parser.add_argument("--repeat", metavar="N", type=int, default=repeat, help=f"timed runs (default: {repeat})")
-    parser.add_argument("--backend", metavar="NAME,...", help=f"mlx: auto, ops, metal; onnx: {BACKENDS['onnx']}")
+    parser.add_argument("--backend", metavar="NAME,...", help=f"mlx: auto, ops, cpu, metal; onnx: {BACKENDS['onnx']}")
     parser.add_argument("--budget-s", metavar="N", type=float, default=math.inf, help="seconds (default: no limit)")
     for option, (runtime, of, about) in ONLY.items():
         if of in ("", stage):

@@ -81,7 +81,7 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
     shared: Any = Layers(case) if case.step is None else Chunks(case)
     yield from (
         kind(case, shared, name=name, implementation=implementation)
-        for name, implementation in dense_implementations(case, on_cpu).items()
+        for name, implementation in dense_implementations().items()
     )
     yield kind(case, shared, name="read", implementation=read)
     for config, backend, why in serving(request, case):
@@ -113,17 +113,14 @@ def cache_of(keys: mx.array, values: mx.array, length: int | None = None) -> Spa
 # Dense attention
 
 
-def dense_implementations(case: Case, on_cpu: bool) -> dict[str, Attend]:
-    """Return a dict from the name of each implementation of dense attention for this device to the implementation.
+def dense_implementations() -> dict[str, Attend]:
+    """Return a dict from the name of each implementation of dense attention on this machine to the implementation.
 
-    The fastest implementation is the baseline. On a CPU, plain matrix products are faster for one query than MLX's
-    attention kernel.
+    The fastest implementation is the baseline.
     """
     implementations: dict[str, Attend] = {"mlx": fused}
-    if on_cpu and case.step is None:
-        implementations["products"] = products
-        if case.dtype != "float32":
-            implementations["float32 products"] = partial(products, dtype=mx.float32)
+    if registry.unavailable("cpu") is None:
+        implementations["cpu"] = native
     return implementations
 
 
@@ -134,12 +131,13 @@ def fused(queries: mx.array, cache: SparseKVCache) -> mx.array:
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
 
 
-def products(queries: mx.array, cache: SparseKVCache, dtype: mx.Dtype | None = None) -> mx.array:
-    """Compute attention with two matrix products and a softmax, for one query per head."""
-    B, _, _, D = queries.shape
-    q, k, v = (array.astype(dtype or array.dtype) for array in (queries, *cache.rows("ops")[:2]))
-    scores = (q.reshape(B, k.shape[1], -1, D) * D**-0.5) @ k.swapaxes(-1, -2)
-    return (mx.softmax(scores, axis=-1, precise=True) @ v).reshape(queries.shape).astype(queries.dtype)
+def native(queries: mx.array, cache: SparseKVCache) -> mx.array:
+    """Compute attention with the native kernels, as an enabled model does."""
+    keys, values, length = cache.rows("cpu")
+    out: mx.array = registry.load("attend_all", "cpu")(
+        queries, keys, values, scale=queries.shape[-1] ** -0.5, **length
+    )[0]
+    return out
 
 
 def read(queries: mx.array, cache: SparseKVCache) -> mx.array:

@@ -98,19 +98,28 @@ void scores_are_the_same(int type, int D, int G, int keys) {
 }
 
 void codes_give_the_same_scores(int rank, int G) {
-  const int groups = 3, stride = groups * kGroup;
+  const int groups = 3, stride = groups * kGroup, half = kGroup / 2;
   std::vector<uint8_t> stored(rank * groups * kRecord);
   for (uint8_t& byte : stored) byte = uint8_t(rand() % 0x3c);  // half-precision numbers below 1
   std::vector<int32_t> components(rank);
   for (int i = 0; i < rank; i++) components[i] = rank - 1 - i;
   const Floats q = random_floats(rank * G);
-  Floats a[2], work(4 * rank);
-  for (int w = 0; w < 2; w++) {
-    a[w].resize(G * stride);
-    const Codes codes{stored.data(), groups * kRecord, components.data(), rank, G, groups, 0};
-    kBoth[w]->approximate_codes(codes, q.data(), work.data(), a[w].data(), stride);
+  std::vector<uint8_t> planes[3];  // the same numbers as arrays of MLX: codes, lo, step
+  for (int i = 0; i < rank * groups; i++) {
+    const uint8_t* record = stored.data() + i * kRecord;
+    planes[0].insert(planes[0].end(), record + kHeader, record + kRecord);
+    planes[1].insert(planes[1].end(), record, record + 2), planes[2].insert(planes[2].end(), record + 2, record + 4);
   }
-  expect_close(a[0], a[1], "scores from codes");
+  const Codes records{stored.data() + kHeader, stored.data(), stored.data() + 2, groups * kRecord, groups * kRecord,
+                      kRecord, kRecord, components.data(), rank, G, groups, 0};
+  const Codes arrays{planes[0].data(), planes[1].data(), planes[2].data(), groups * half, groups * 2,
+                     half, 2, components.data(), rank, G, groups, 0};
+  Floats a[4], work(4 * rank);
+  for (int w = 0; w < 4; w++) {
+    a[w].resize(G * stride);
+    kBoth[w / 2]->approximate_codes(w % 2 ? arrays : records, q.data(), work.data(), a[w].data(), stride);
+    expect_close(a[0], a[w], "scores from codes");
+  }
 }
 
 // Updates the running softmax with two blocks of keys, and computes the softmax sums of the second block.

@@ -15,10 +15,9 @@ import numpy as np
 import onnx
 import pytest
 import reference
-from adapters import ADAPTERS
+from adapters import ADAPTERS, SETS
 from cases import CASES, Array, Case, assert_same_selection
 from expected import assert_conforms, expected
-from fixtures_onnx import SETS
 from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
     CACHES,
@@ -47,7 +46,7 @@ from mlx_sparse.checks import BackendUnavailable, ConfigError
 pytestmark = pytest.mark.slow  # instruction sets, threads, another machine's code
 
 DENSE = {"scale": 0.125, "window": 0}
-KERNELS = Path(__file__).parents[3] / "onnx_export" / "ort_ops"
+KERNELS = Path(__file__).parents[3] / "mlx_sparse" / "native"
 
 
 def prompted(case: Case, k: Array, v: Array, tokens: int) -> dict[str, Array]:
@@ -223,7 +222,7 @@ def session_of(model: onnx.ModelProto, options: Any) -> Any:
 def test_session_options_validate_their_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="native: expected one of auto, off"):
         native.session_options("on")
-    monkeypatch.setattr(native, "_found", lambda: None)
+    monkeypatch.setattr(native.library, "path", lambda: None)
     assert "no C++ compiler" in str(native.unavailable())
     with pytest.raises(BackendUnavailable, match=r"native: expected a usable libmlx_sparse_native.*not built"):
         native.library_path()
@@ -234,7 +233,7 @@ def test_session_options_validate_their_argument(monkeypatch: pytest.MonkeyPatch
 def test_a_library_of_another_version_is_refused(
     content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / native.LIBRARY
+    path = tmp_path / native.library.LIBRARY
     if content is None:
         path.write_text("not a library")
     else:
@@ -242,7 +241,7 @@ def test_a_library_of_another_version_is_refused(
         source = tmp_path / "other.cc"
         source.write_text(f'extern "C" const char* mlx_sparse_version() {{ return "{content}"; }}')
         subprocess.run([compiler, "-shared", "-fPIC", source, "-o", path], check=True)
-    monkeypatch.setattr(native, "_found", lambda: path)
+    monkeypatch.setattr(native.library, "path", lambda: path)
     message = "does not load" if content is None else f"has version {content}, this package {__version__} spec 1"
     for refused in (native.library_path, native.session_options):
         with pytest.raises(BackendUnavailable, match=message) as raised:

@@ -74,7 +74,10 @@ def test_a_padded_row_is_coded_as_it_is_alone(backend: Any) -> None:
             np.testing.assert_array_equal(kept, wanted[0], err_msg=name)
 
 
-ARMS = [(name, *arm) for name in CODING for arm in covering(CASES[3::4] if name in NODES else CASES, list(CODED))]
+STEPPING = [*CODING, *(name for name in backends_with("sparq") if name.startswith("cpu-"))]
+ARMS = [(name, *arm) for name in STEPPING for arm in covering(CASES[3::4] if name in NODES else CASES, list(CODED))]
+
+ARMS += [(name, Case(2, 4, 2, 50, 64, "f16", (0, 9)), "4-bits") for name in STEPPING]  # no full group
 
 
 @pytest.mark.parametrize(("backend", "case", "setting"), ARMS, ids=str, indirect=["backend"])
@@ -85,7 +88,7 @@ def test_a_backend_selects_by_codes_as_the_oracle(backend: Any, setting: str, ca
 
 @pytest.mark.parametrize("setting", ["4-bits"])
 @pytest.mark.parametrize("case", ODD[:2], ids=str)
-@pytest.mark.parametrize("backend", [name for name in CODING if name not in NODES], indirect=True)
+@pytest.mark.parametrize("backend", [name for name in STEPPING if name not in NODES], indirect=True)
 def test_non_finite_keys_are_selected_first_with_their_groups(backend: Any, case: Case, setting: str) -> None:
     params = {**coded_parameters(case, setting), "rank": case.D, "top_k": 150}
     found = backend.sparq(case, params).choice

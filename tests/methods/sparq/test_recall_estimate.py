@@ -14,7 +14,7 @@ from cases import CASES, SOME_CASES, Case, every_parameter
 from mlx_sparse import oracle
 from mlx_sparse.methods.sparq.metal import selected_shares
 
-BACKENDS = [name for name in backends_with("sparq") if name in ("ops", "metal")]
+BACKENDS = [name for name in backends_with("sparq") if name.partition("-")[0] in ("ops", "cpu", "metal")]
 by_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 # Lists that the Metal backend attends in other launches: more than 512 keys, and reallocation.
 LONG = Case(1, 4, 2, 1500, 64, "f32", None)
