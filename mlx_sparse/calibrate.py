@@ -23,6 +23,7 @@ import psutil  # type: ignore[import-untyped]
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from . import __version__
+from .blas import in_use
 from .cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from .cache.sparse_cache import SparseCache
 from .checks import ArtefactError
@@ -454,7 +455,7 @@ def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
         **{"dtype": str(layer.dtype).rpartition(".")[2], "L": layer.L, "backend": layer.backend},
         "device": f"{info.get('device_name', '')} {info.get('architecture', '')} {mx.default_device()}",
         "processors": os.cpu_count() or 1,
-        "preloaded": os.environ.get("LD_PRELOAD", ""),  # a fast BLAS changes mainly dense attention
+        "BLAS": in_use() or "",  # a fast BLAS changes mainly dense attention
         **{"system": platform.platform(), "python": platform.python_version()},
         **{"mlx-sparse-attention": __version__, "mlx": version("mlx")},
     }

@@ -3,9 +3,10 @@
 import argparse
 from pathlib import Path
 
-from mlx_lm import load, stream_generate
+import mlx_sparse  # before MLX: loads OpenBLAS on a Linux CPU, if it was fetched
 
-import mlx_sparse
+# isort: split
+from mlx_lm import load, stream_generate
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("model", help="folder or Hugging Face repo")

@@ -26,7 +26,7 @@ from ..core import registry
 from ..core.base import NEVER, Method, Prefill
 from ..model_info import is_drafter
 from .distributed.ranks import Ranks, connection_error, difference, facts_of
-from .loading import has_all_weights, loading, quantizing, refuse_rotating_cache, unfit_warning
+from .loading import blas_note, has_all_weights, loading, quantizing, refuse_rotating_cache, unfit_warning
 from .options import add_options, end, fail, print_error, print_line, requested
 
 if TYPE_CHECKING:
@@ -248,6 +248,8 @@ class Session:
         )
         plan = plan_of(model)
         assert plan is not None
+        if not self.reports and (note := blas_note(model)) is not None:
+            self.print_line(note)
         report.model = Path(path).name
         plan.count_in(self.reports.setdefault((path, configs), report))
         plan.decodes = not self.only_prompts

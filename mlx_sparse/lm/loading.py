@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
+from ..blas import note
 from ..checks import ConfigError, SparseAttentionError, reason_of
 from ..model_info import leaves, new_caches, text_model
 
@@ -131,6 +133,12 @@ UNFIT: Mapping[str, str] = {
     ),
     "minimax_m3_vl": "it was trained with another selection of key blocks, and most of its layers stay dense",
 }
+
+
+def blas_note(model: nn.Module) -> str | None:
+    """Return a line about the BLAS of MLX on a Linux CPU; None if ``model`` has no float32 matrices to multiply."""
+    arrays = dict[str, mx.array](tree_flatten(model.parameters())).values()
+    return note() if any(array.dtype == mx.float32 and array.ndim == 2 for array in arrays) else None
 
 
 def unfit_warning(model_type: str) -> str | None:

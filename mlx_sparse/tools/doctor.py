@@ -11,7 +11,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, _boot
+from .. import __version__, _boot, blas
 from ..checks import SparseAttentionError, echoed
 from ..core.registry import BACKENDS, unavailable
 from ..extras import NAME, REBUILD, install_hint
@@ -35,11 +35,15 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *
         "platform": platform.platform(),
         "packages": {name: environment.version_of(name) for name in PACKAGES},
         "device": _guarded(_device, problems, "mlx"),
+        "blas": None,
         "backends": {name: unavailable(name) or "yes" for name in BACKENDS},
         "hook": _hook(problems),
         "variable": _guarded(lambda: _variable(variable, problems), problems, _boot.VARIABLE),
         "seams": _guarded(lambda: _seams("mlx_lm"), problems, "mlx-lm"),
     }
+    if findings["device"]:
+        findings["blas"] = blas.note()
+        problems += [blas.SLOW] if findings["blas"] == blas.SLOW else []
     if __version__ == "unknown":
         problems.append(f"the metadata of {NAME} is missing: run {install_hint(options=REBUILD)}")
     problems += [f"{name} is not installed" for name in ("mlx", "mlx-lm") if not findings["packages"][name]]
@@ -60,7 +64,7 @@ def text(findings: dict[str, Any]) -> str:
     lines = [
         f"mlx-sparse-attention {findings['version']}, Python {findings['python']}, {findings['platform']}",
         f"packages: {packages}",
-        f"default device: {findings['device']}",
+        f"default device: {findings['device']}" + (f"; {findings['blas']}" if findings["blas"] else ""),
         "backends: " + ", ".join(f"{name}: {state}" for name, state in findings["backends"].items()),
         f"mlx_lm.* --attn: {findings['hook']}",
         f"{_boot.VARIABLE}: {findings['variable']}",
@@ -102,7 +106,7 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
             for config, layer in plan.layers:
                 other = differing(measurement_key(config, layer))
                 if other and plan.calibration.threshold(config, layer).how == MODELED:
-                    names = ", ".join(other).replace("preloaded", "LD_PRELOAD")
+                    names = ", ".join(other)
                     found["lines"].append(f"{config.name} was measured with the same layer shape but other {names}")
             return found
     except SparseAttentionError as error:

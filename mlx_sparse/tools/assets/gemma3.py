@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
 from tqdm import tqdm
 
 from ...checks import ArtefactError
@@ -20,6 +19,7 @@ from .smollm2 import BLOCK_NAMES, SPECIAL_TOKEN, join, mlx_name, write_model
 from .store import build_directory, check_file, fetch, write_json
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     from gguf import GGUFReader
 
 TERMS = "https://ai.google.dev/gemma/terms"
@@ -122,6 +122,7 @@ def model_config(reader: GGUFReader) -> dict[str, Any]:
 
 def model_weights(reader: GGUFReader) -> dict[str, mx.array]:
     """Return a dict from the name of each weight in mlx-lm to the weight in float32."""
+    import mlx.core as mx
     from gguf import dequantize
 
     weights = {}
