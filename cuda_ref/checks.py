@@ -9,8 +9,9 @@ import torch
 from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_shape
 
 from .availability import interpreted, unavailable
-from .launchers import configs
 
+HEAD_DIMS = (16, 256)  # smallest and largest head dim that the tiles of the kernels support
+LARGEST_GROUP = 16  # largest number of query heads per KV head that the tiles support
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CODE_TYPES = {  # dtypes of the arrays of `mlx_sparse.methods.sparq.scoring_keys.KeyCodes`
     "keys_t.codes": torch.uint8,
@@ -24,16 +25,16 @@ GRID_LIMIT = 65535  # CUDA's maximum number of programs along the second and the
 
 def check_head_dim(D: int) -> None:
     """Raise `BackendUnavailable` unless the kernels support head dim ``D``."""
-    low, high = configs.HEAD_DIMS
+    low, high = HEAD_DIMS
     if D % 8 or not low <= D <= high:
         raise BackendUnavailable(f"backend: expected head dims that are multiples of 8 from {low} to {high}, got {D}.")
 
 
 def check_group(G: int) -> None:
     """Raise `BackendUnavailable` unless the kernels support ``G`` query heads per KV head."""
-    if G > configs.LARGEST_GROUP:
+    if G > LARGEST_GROUP:
         raise BackendUnavailable(
-            f"backend: expected at most {configs.LARGEST_GROUP} query heads per KV head, got {G}. Use dense attention."
+            f"backend: expected at most {LARGEST_GROUP} query heads per KV head, got {G}. Use dense attention."
         )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from mlx_sparse.core.base import NEVER, Method
-from mlx_sparse.core.decide import Facts, decide
+from mlx_sparse.core.base import Method
+from mlx_sparse.core.decide import NEVER, Facts, decide
 from mlx_sparse.methods import SAAP, SparQ
 
 # Defaults that differ from `--attn`, because only native kernels can read quantized scoring keys.

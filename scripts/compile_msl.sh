@@ -5,7 +5,7 @@
 #   scripts/compile_msl.sh FOLDER [VERSION...]
 set -euo pipefail
 
-if (($# < 1)) || [[ ! -f $1/manifest.json ]]; then
+if (($# < 1)) || [[ ! -f $1/mlx_utils.h ]]; then
   echo "compile_msl.sh: error: expected a folder that scripts/dump_msl.py wrote, got ${1:-none}." >&2
   exit 2
 fi

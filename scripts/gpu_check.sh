@@ -7,24 +7,8 @@
 #   scripts/gpu_check.sh [--dry-run] [-o FILE.jsonl]
 set -euo pipefail
 
-refuse() {
-  echo "gpu_check.sh: error: expected $1." >&2
-  exit 2
-}
-
-output=gpu_check.jsonl
-dry_run=false
-while (($#)); do
-  case $1 in
-    --dry-run) dry_run=true ;;
-    -o) [[ ${2-} == *.jsonl ]] || refuse "-o FILE.jsonl, got -o ${2-}"; output=$2 && shift ;;
-    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0" && exit ;;
-    *) refuse "--dry-run or -o FILE.jsonl, got $1" ;;
-  esac
-  shift
-done
-[[ $output == /* ]] || output=$PWD/$output
-[[ -d ${output%/*} ]] || refuse "a folder that exists, got ${output%/*}"
+# shellcheck source=scripts/check_steps.sh
+source "$(dirname "${BASH_SOURCE[0]}")/check_steps.sh" jsonl "$@"
 if ! $dry_run; then
   gpu=$(python3 -c 'import torch, triton; print(torch.cuda.is_available() or "torch without a GPU")' 2>&1 | tail -n 1) || true
   [[ $gpu == True ]] || refuse "python3 with torch, triton and an NVIDIA GPU, got $gpu. --dry-run shows what would run"
@@ -37,29 +21,12 @@ has() {
   python3 -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>"$work/has.log"
 }
 
-# Show a command and run it.
-run() {
-  echo "$ $*"
-  $dry_run || "$@"
-}
-
-# Show a command and write its output to FILE: save FILE COMMAND...
-save() {
-  local file=$1
-  shift
-  echo "$ $* >$file"
-  $dry_run || "$@" >"$file"
-}
-
 # Describe the machine for the report, without serial numbers and host names.
 describe() {
   echo "gpu: $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
   echo "driver: $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)"
   echo "commit: $(git -C "$root" rev-parse HEAD 2>/dev/null || echo unknown)"
 }
-
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 
 # Import this checkout through links, because another version may be installed.
 mkdir -p "$work/tree/mlx_sparse"

@@ -5,42 +5,12 @@
 #   scripts/mac_check.sh [--dry-run] [-o FILE.json]
 set -euo pipefail
 
-refuse() {
-  echo "mac_check.sh: error: expected $1." >&2
-  exit 2
-}
-
-output=mac_check.json
-dry_run=false
-while (($#)); do
-  case $1 in
-    --dry-run) dry_run=true ;;
-    -o) [[ ${2-} == *.json ]] || refuse "-o FILE.json, got -o ${2-}"; output=$2 && shift ;;
-    -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0" && exit ;;
-    *) refuse "--dry-run or -o FILE.json, got $1" ;;
-  esac
-  shift
-done
-[[ $output == /* ]] || output=$PWD/$output
-[[ -d ${output%/*} ]] || refuse "a folder that exists, got ${output%/*}"
+# shellcheck source=scripts/check_steps.sh
+source "$(dirname "${BASH_SOURCE[0]}")/check_steps.sh" json "$@"
 if ! $dry_run && [[ $(uname -sm) != "Darwin arm64" ]]; then
   refuse "a Mac with Apple silicon, got $(uname -sm). --dry-run shows what would run"
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-# Show a command and run it.
-run() {
-  echo "$ $*"
-  $dry_run || "$@"
-}
-
-# Show a command and write its output to FILE: save FILE COMMAND...
-save() {
-  local file=$1
-  shift
-  echo "$ $* >$file"
-  $dry_run || "$@" >"$file"
-}
 
 # Run the kernel tests: tests NAME COMMAND... A failing test does not end the script; the report lists it.
 # Metal writes its findings to the standard error of the process, so pytest must not capture that stream.
@@ -64,9 +34,6 @@ describe() {
   echo "gpu_cores: $(system_profiler SPDisplaysDataType | awk -F': ' '/Total Number of Cores/ { print $2; exit }')"
   echo "commit: $(git rev-parse HEAD 2>/dev/null || echo unknown)"
 }
-
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 
 run python3 scripts/dev.py setup
 run .venv/bin/mlx-sparse doctor || echo "The doctor found problems." # continue in spite of problems

@@ -16,7 +16,7 @@ if importlib.util.find_spec("mlx"):
     from mlx_sparse.tools.assets import openblas
 
     openblas.use(cache_directory())  # before MLX is imported; commands that tests start find it there
-    from mlx_sparse import calibrate
+    from mlx_sparse.calibrate import files
 
 # Triton reads this variable when a kernel is defined. Without an NVIDIA GPU, kernels run in the interpreter on the CPU.
 if not Path("/dev/nvidiactl").exists():
@@ -79,7 +79,7 @@ def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Hide the user's calibration from all tests."""
     folder = tmp_path_factory.mktemp("measured") / "calibration"
     if MODELS:
-        calibrate.folder = lambda: folder
+        files.folder = lambda: folder
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def calibration_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty calibration folder for this test."""
     folder = tmp_path / "measured" / "calibration"
     folder.parent.mkdir()
-    monkeypatch.setattr(calibrate, "folder", lambda: folder)
+    monkeypatch.setattr(files, "folder", lambda: folder)
     return folder
 
 

@@ -25,7 +25,7 @@ from mlx_sparse.core.stats import dense_elements
 from mlx_sparse.methods import SparQ
 
 from ..availability import interpreted
-from ..checks import DTYPES
+from ..checks import DTYPES, HEAD_DIMS, LARGEST_GROUP
 from ..launchers import configs
 from . import require
 from .buffers import Padding, mask, padding_of
@@ -130,7 +130,7 @@ def _layer_reasons(
         yield reason
     if not origin.current(value):
         yield "with keys or values that differ from the KV cache"
-    low, high = configs.HEAD_DIMS
+    low, high = HEAD_DIMS
     D = query.shape[-1]
     if not key.shape[-1] == value.shape[-1] == D:
         yield "with different head dims of queries, keys and values"
@@ -138,8 +138,8 @@ def _layer_reasons(
         yield f"with a head dim of {D}"
     if origin.cache.attn.rank > D:
         yield f"with a head dim of {D}, less than the rank"
-    if query.shape[1] > configs.LARGEST_GROUP * key.shape[1]:
-        yield f"with more than {configs.LARGEST_GROUP} query heads per KV head"
+    if query.shape[1] > LARGEST_GROUP * key.shape[1]:
+        yield f"with more than {LARGEST_GROUP} query heads per KV head"
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         yield "with mixed types, or a type other than float32, float16 and bfloat16"
     if kwargs.get("softcap") is not None:
@@ -161,7 +161,7 @@ def _call_reasons(
 ) -> Iterator[str]:
     """Yield the reasons why an attention call is dense. Checks that wait for the GPU come last."""
     L, S = query.shape[2], key.shape[2]
-    if L > 1 and (reason := chunk_refusal(None, L, S)) is not None:
+    if L > 1 and (reason := chunk_refusal(None, facts, L, S)) is not None:
         yield reason
     if not (query.is_cuda or interpreted()):
         yield "on a device without Triton"

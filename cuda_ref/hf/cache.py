@@ -11,7 +11,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from mlx_sparse.api.call_report import Report
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.core.base import NEVER, Step
+from mlx_sparse.core.base import Step
+from mlx_sparse.core.decide import NEVER
 from mlx_sparse.methods import SparQ, parse
 from mlx_sparse.methods.sparq.scoring_keys import KeyCodes
 

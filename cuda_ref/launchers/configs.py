@@ -12,9 +12,6 @@ from functools import cache
 
 import torch
 
-HEAD_DIMS = (16, 256)  # smallest and largest head dim that the tiles support
-LARGEST_GROUP = 16  # largest number of query heads per KV head that the tiles support
-
 
 @dataclass(frozen=True)
 class Tiles:

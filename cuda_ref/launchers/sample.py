@@ -108,17 +108,7 @@ def _(
 def score(
     queries: torch.Tensor, keys: torch.Tensor, layout: Layout, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the softmax weights of the sampled queries in each region, per key block and per offset bin.
-
-    An offset bin is a range of ``layout.block_size`` distances between query and key.
-
-    Args:
-        queries, keys: ``(B, Hq, L, D)`` and ``(B, Hkv, S, D)``, last stride 1.
-
-    Returns:
-        The sums ``column`` per key block (sample.4) and ``slash`` per offset bin (sample.5), both float32
-        ``(B, Hq, C, Nk)``.
-    """
+    """Compute the sums of `api.parts.sample_scores`. The last stride of ``queries`` and ``keys`` is 1."""
     queries, scale = positive(queries, scale)
     B, Hq, _, D = queries.shape
     Hkv = keys.shape[1]

@@ -159,22 +159,14 @@ class Report(Counts):
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict that can be serialized as JSON."""
         with _lock:
-            data = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+            read = {name: getattr(self, name) for name in ("buckets", "recall", "sparse_bytes")}
+            data = vars(self) | {"crossovers": self.crossovers()} | read
             data |= {"dense_layers": dict(self.dense_layers), "dense_calls": dict(self.dense_calls)}
-            data["prefill"] = self.prefill and self.prefill.as_dict()
-            data["buckets"] = self.buckets and self.buckets.as_dict()
-            data["drafts"] = self.drafts and self.drafts.as_dict()
-            data["recall"] = self.recall and self.recall.as_dict()
-            data["crossovers"] = self.crossovers()
-            for name in ("formula_bytes", "part", "kv_heads", "counted", "recalls", "device"):
-                data.pop(name, None)
-            data["sparse_bytes"] = self.sparse_bytes
-            return data
-
-    def calls(self) -> Counts:
-        """Return the numbers of sparse and dense calls so far. Do not wait for the device."""
-        with _lock:
-            return Counts(self.sparse_calls, self.dense_calls, prefill=self.prefill)
+        return {
+            name: value.as_dict() if hasattr(value, "as_dict") else value
+            for name, value in data.items()
+            if name not in _NOT_PRINTED
+        }
 
     def opening(self) -> list[str]:
         """Return the first lines of the report, which list the served layers and the crossover lengths."""
@@ -199,16 +191,10 @@ class Report(Counts):
             first = self.opening()[0]
             if self.dense_layers:
                 first += f"; dense layers: {listing(self.dense_layers, 1)}"
-            lines = [first, *(self.prefill.lines()[:2] if self.prefill else []), *self._decode_lines()]
-            lines += self.recall.lines() if self.recall else []
-            if self.sparse_calls and self.weight_bytes:
-                lines.append(
-                    f"  estimated saving: {self.saved_share:.0%} of the bytes of a decode step, with the weights"
-                )
-            if self.dense_calls:
-                lines.append(f"  dense calls: {listing(self.dense_calls, 2)}")
-            lines += self.drafts.lines()[:1] if self.drafts else []
-            return "\n".join(lines + [f"  hint: {hint}" for hint in [self._hint()] if hint])
+            saving = f"  estimated saving: {self.saved_share:.0%} of the bytes of a decode step, with the weights"
+            hint = self._hint()
+            lines = [first, *self._lines(saving if self.sparse_calls and self.weight_bytes else None, most=2)]
+            return "\n".join(lines + ([f"  hint: {hint}"] if hint else []))
 
     @property
     def saved_share(self) -> float:
@@ -217,9 +203,13 @@ class Report(Counts):
         A step reads all weights, and the keys and values of the served layers. The time of a memory-bound step
         decreases by this share.
         """
+        sparse, dense = self._step_bytes()
+        return (dense - sparse) / max(self.weight_bytes + dense, 1)
+
+    def _step_bytes(self) -> tuple[float, float]:
+        """Return the bytes of keys and values that a sparse step moves on average, and those of a dense step."""
         per_step = self.served_layers / max(self.sparse_calls, 1)
-        dense = self.dense_bytes * per_step
-        return (dense - self.sparse_bytes * per_step) / max(self.weight_bytes + dense, 1)
+        return self.sparse_bytes * per_step, self.dense_bytes * per_step
 
     def _hint(self) -> str | None:
         if not self.sparse_calls and any(reason.startswith(SHORTER) for reason in self.dense_calls):
@@ -235,42 +225,38 @@ class Report(Counts):
     def __str__(self) -> str:
         """Return the full report."""
         with _lock:
-            return "\n".join(self._lines())
+            first, *more = self.opening()
+            buckets = self.buckets if self.sparse_calls else None
+            share = buckets and f"  selectivity: {buckets.selectivity:.1%} of the keys outside the window"
+            lines = [first, *(f"  {line}" for line in more), *self._lines(share)]
+            if self.drafts is not None and self.sparse_calls:
+                moved = (self.sparse_bytes + self.checked_bytes) / max(self.drafts.tokens, 1)
+                dense = _bytes(self._step_bytes()[1])
+                lines.append(f"  keys and values for each token: {_bytes(moved)}, dense {dense}, by formula")
+            return "\n".join(lines)
 
-    def _decode_lines(self) -> list[str]:
-        per_step = self.served_layers / max(self.sparse_calls, 1)
+    def _lines(self, saving: str | None, most: int | None = None) -> list[str]:
+        """Return the lines about the calls. ``saving`` is a line of text. If ``most`` is 2, leave out details."""
+        lines = self.prefill.lines()[:most] if self.prefill else []
         if self.sparse_calls:
             share = self.sparse_bytes / self.dense_bytes
-            return [
+            sparse, dense = map(_bytes, self._step_bytes())
+            lines.append(
                 f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
-                f"({_bytes(self.sparse_bytes * per_step)} instead of {_bytes(self.dense_bytes * per_step)} per step)"
-            ]
-        if not self.dense_calls and not (self.prefill and self.prefill.calls):
-            return ["  attention calls: none"]
-        return ["  sparse calls: none"] if self.decodes else []
-
-    def _lines(self) -> list[str]:
-        first, *more = self.opening()
-        lines = [first, *(f"  {line}" for line in more)]
-        if self.prefill is not None:
-            lines += self.prefill.lines()
-        lines += self._decode_lines()
-        lines += self.recall.lines() if self.recall else []
-        if self.sparse_calls and self.buckets is not None:
-            lines.append(f"  selectivity: {self.buckets.selectivity:.1%} of the keys outside the window")
+                f"({sparse} instead of {dense} per step)"
+            )
+        elif not self.dense_calls and not (self.prefill and self.prefill.calls):
+            lines.append("  attention calls: none")
+        elif self.decodes:
+            lines.append("  sparse calls: none")
+        lines += [*(self.recall.lines() if self.recall else []), *([saving] if saving else [])]
         if self.dense_calls:
-            lines.append(f"  dense calls: {listing(self.dense_calls)}")
-        if self.drafts is not None:
-            lines += self.drafts.lines()
-            per_step = self.served_layers / max(self.sparse_calls, 1)
-            if self.sparse_calls:
-                moved = (self.sparse_bytes + self.checked_bytes) / max(self.drafts.tokens, 1)
-                dense = self.dense_bytes * per_step
-                lines.append(f"  keys and values for each token: {_bytes(moved)}, dense {_bytes(dense)}, by formula")
-        return lines
+            lines.append(f"  dense calls: {listing(self.dense_calls, most)}")
+        return lines + (self.drafts.lines()[: 1 if most else None] if self.drafts else [])
 
 
 _SUMMED = tuple(total.name for total in fields(Counts) if total.name != "device")
+_NOT_PRINTED = {"formula_bytes", "part", "kv_heads", "counted", "recalls", "device", "_counting"}
 
 
 def listing(counts: Counter[str], most: int | None = None) -> str:

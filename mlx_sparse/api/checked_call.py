@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from ..checks import Shaped, Sizes, check_choice, check_qkv, check_shape
 from ..core import stats
 from ..core.blocks.layout import Layout
+from ..core.decide import skips_keys
 from ..core.stats import Stats
 from ..methods.sparq.scoring_keys import KeyCodes, check_keys_t
 
@@ -84,7 +85,7 @@ class Call(Generic[Array]):
 
     def sparse(self, attended: int) -> bool:
         """Return True if the call is a decode step over more than ``attended`` keys. All other calls are dense."""
-        return self.sizes.L == 1 and self.sizes.S > attended
+        return skips_keys(attended, self.sizes.L, self.sizes.S)
 
     def check(self, name: str, array: Array | None, shape: tuple[int, ...], *, same_type: bool = False) -> None:
         """Check an array that may be None. If ``same_type`` is True, the array must have the dtype of the queries."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..checks import ConfigError, check_local_window
+from ..checks import ConfigError, check_block_size, check_int, check_local_window
 from .blocks.layout import Layout
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 # Names of submodules that normalize queries or keys in the model files of mlx-lm and transformers.
 QK_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm"})
 QK_NORMS |= {"query_layernorm", "key_layernorm", "qk_norm"}
-NEVER = 1 << 40  # crossover length in keys for methods that stay dense at every context length
 # Settings that decide whether a backend is called. They are not arguments of the backend functions.
 SWITCHES = frozenset({"dense_below", "dense_above", "ranges"})
 
@@ -68,6 +67,7 @@ class Method:
         reads: description of the data that a decode method reads for each new token, or a prefill method attends to.
         plot_style: color and marker in plots. The colors are safe for color-blind readers.
         presets: dict from the name of a preset to the settings of the preset, which are a dict by setting name.
+        limits: dict from the name of each integer setting to the smallest value of the setting.
         budget_setting: name of the setting that is adjusted to reach a transfer budget; empty if none can be.
         sparse: True if the method skips keys; False for dense attention.
         observes_prefill: True if the selection uses the attention weights of a dense prefill.
@@ -80,10 +80,20 @@ class Method:
     reads: ClassVar[str]
     plot_style: ClassVar[tuple[str, str]] = ("#666666", "o")
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    limits: ClassVar[Mapping[str, int]] = {}
     budget_setting: ClassVar[str] = ""
     sparse: ClassVar[bool] = True
     observes_prefill: ClassVar[bool] = False
     pre_rope: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        settings = vars(self)
+        for name, low in self.limits.items():
+            check_int(name, settings[name], low)
+        if settings.get("dense_below", "auto") != "auto":
+            check_int("dense_below", settings["dense_below"], 0)
+        if "local_window" in settings:
+            check_local_window(settings["local_window"], self.attended)
 
     @property
     def attended(self) -> int:
@@ -164,7 +174,7 @@ class Method:
     def crossover(self, estimate: int) -> int:
         """Return the crossover length in keys, which is ``estimate`` if ``dense_below`` is "auto".
 
-        Shorter contexts stay dense. If the result is `NEVER`, all contexts stay dense.
+        Shorter contexts stay dense. If the result is `decide.NEVER`, all contexts stay dense.
         """
         below = getattr(self, "dense_below", 0)
         if isinstance(below, str):
@@ -237,6 +247,11 @@ class Prefill(Method):
     """Base class of the prefill methods."""
 
     stage: ClassVar[str] = "prefill"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "block_size" in vars(self):
+            check_block_size(self.block_size)
 
     @property
     def block_size(self) -> int:

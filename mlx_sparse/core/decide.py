@@ -1,27 +1,35 @@
 """Decide whether attention is sparse or dense. Every caller passes its own facts, and nothing else decides.
 
-The functions take no arrays. The plan of mlx-lm's layers, the transformers hook and the defaults of exported files call
-them.
+The functions take no arrays. The plan of mlx-lm's layers, the transformers hook, the public functions and the defaults
+of exported files call them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from . import reasons
-from .base import NEVER, Method, Prefill
+
+if TYPE_CHECKING:
+    from .base import Method, Prefill
+
+NEVER = 1 << 40  # crossover length in keys for methods that stay dense at every context length
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a layer and a decode step, apart from the lengths.
+    """Facts about a layer and an attention call, apart from the lengths.
 
     Attributes:
         G: number of query heads per KV head.
         sinks: True if the layer has attention sinks.
         other_mask: True if the mask hides more than padding.
+        causal: False if queries attend to later keys.
+        checked: True if the call must be dense because a lossless model checks tokens with it.
         prompts_only: True if the program only processes prompts.
+        unready: the reason why the hooks of the decode method exclude a decode step; None if they allow it.
         estimate: crossover length in keys that was measured or modeled, for methods with ``dense_below="auto"``.
         measured_at: context length at which the crossover length will be measured; None if it will not be measured.
     """
@@ -29,7 +37,10 @@ class Facts:
     G: int = 1
     sinks: bool = False
     other_mask: bool = False
+    causal: bool = True
+    checked: bool = False
     prompts_only: bool = False
+    unready: str | None = None
     estimate: int = 0
     measured_at: int | None = None
 
@@ -55,15 +66,25 @@ class Decision:
     crossover: int = NEVER
 
 
-def refusal(config: Method | None, facts: Facts) -> str | None:
-    """Return the reason why a decode step of ``config`` is dense at every length, or None."""
-    if facts.prompts_only:
-        return reasons.LAST_OF_PROMPT
-    if config is None:
-        return reasons.NO_DECODE
+def skips_keys(attended: int, L: int, S: int) -> bool:
+    """Return True for a decode step over more keys than the ``attended`` keys of a sparse step."""
+    return L == 1 and S > attended
+
+
+def exclusion(config: Method, facts: Facts) -> str | None:
+    """Return the reason why ``config`` is dense at every length in a layer and under a mask, or None."""
     if facts.sinks and not config.supports_sinks(facts.G):
         return reasons.SINKS
-    return reasons.ARRAY_MASK if facts.other_mask else None
+    return reasons.ARRAY_MASK if facts.other_mask else facts.unready
+
+
+def refusal(config: Method | None, facts: Facts) -> str | None:
+    """Return the reason why a decode step of ``config`` is dense at every length, or None."""
+    if facts.checked:
+        return reasons.CHECKED
+    if facts.prompts_only:
+        return reasons.LAST_OF_PROMPT
+    return reasons.NO_DECODE if config is None else exclusion(config, facts)
 
 
 def decide(config: Method | None, facts: Facts, lengths: Sequence[int]) -> Decision:
@@ -85,23 +106,21 @@ def decide(config: Method | None, facts: Facts, lengths: Sequence[int]) -> Decis
         start=max((longest + change for change in changes if change <= 0), default=0),
         stop=min((longest + change for change in changes if change > 0), default=NEVER),
         served=[i for i, length in enumerate(lengths) if length >= crossover],
-        short=[i for i, length in enumerate(lengths) if config.attended < length < crossover],
+        short=[i for i, n in enumerate(lengths) if skips_keys(config.attended, 1, n) and n < crossover],
         crossover=crossover,
     )
 
 
-def chunk_refusal(config: Prefill | None, L: int, S: int, masked: str | None = None) -> str | None:
+def chunk_refusal(config: Prefill | None, facts: Facts, L: int, S: int) -> str | None:
     """Return the reason why a call with ``L > 1`` queries and ``S`` keys is dense, or None.
 
-    Args:
-        config: the prefill method; None if prefill is dense.
-        masked: the reason why the mask of the call excludes sparse attention; None if the mask allows it.
+    ``config`` is the prefill method; None if prefill is dense.
     """
     if L <= reasons.VERIFY_QUERIES and (S > L or config is not None):
-        return reasons.A_FEW
+        return reasons.CHECKED if facts.checked and S > L else reasons.A_FEW
     if config is None:
         return reasons.PROMPT
-    if masked is not None:
-        return masked
+    if (reason := exclusion(config, facts)) is not None or not facts.causal:
+        return reason or reasons.NOT_CAUSAL
     shortest = config.shortest_context()
     return reasons.shorter_than(shortest) if S < shortest else config.at(S).dense_reason(L, S)

@@ -34,11 +34,10 @@ FOREIGN: Mapping[str, str] = {
 }
 # Backends that take whole cache buffers and a `length`, because MLX would copy a slice on every call.
 WHOLE_BUFFERS = frozenset({"metal"})
-# Files that are searched for a function or class. The first file that defines a name counts.
-FILES: Mapping[str, tuple[str, ...]] = {
-    **{name: (f"core/*/{name}.py", f"methods/*/{name}.py") for name in ("oracle", "ops", "metal")},
+# Files that are searched for a function or class, if they are not core/ROOM/KIND.py and methods/ROOM/KIND.py. The first
+# file that defines a name counts.
+ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "triton": ("cuda_ref/api/parts.py", "cuda_ref/launchers/*.py", "cuda_ref/torch_functions.py"),
-    "state": ("methods/*/state.py",),
     "hooks": ("lm/hooks/*.py",),
 }
 # A definition, or an import "NAME as NAME" of a function that a backend shares with another backend.
@@ -47,8 +46,8 @@ DEFINED = re.compile(r"^(?:def|class) (\w+)|\b(\w+) as \2\b", re.MULTILINE)
 # Registers and threadgroup memory limit the head dim and the query rows per KV head of the Metal kernels. A thread
 # accumulates up to METAL_GROUP rows; `attend_rows`, the dense verification step, supports up to METAL_ROWS.
 METAL_HEAD_DIM, METAL_GROUP, METAL_ROWS = 256, 16, 128
-# These functions use the matrix units in tiles of 16 components, and support any number of query rows per KV head.
-MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks"})
+# These functions use the matrix units in tiles of 16 components, and support more query rows per KV head.
+MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks", "attend_rows"})
 
 
 def unavailable(backend: str) -> str | None:
@@ -200,7 +199,7 @@ def load_class(method: str, kind: str) -> Any:
 
 def _home(function: str, backend: str) -> tuple[str, str] | None:
     """Return the module of ``function`` in ``backend`` and the name in this module, or None if there is none."""
-    found = _definitions(backend) if backend in FILES else {}
+    found = _definitions(backend)
     return found.get(f"{function}_attention") or found.get(function)
 
 
@@ -208,7 +207,8 @@ def _home(function: str, backend: str) -> tuple[str, str] | None:
 def _definitions(kind: str) -> dict[str, tuple[str, str]]:
     """Return a dict from each name that the files of ``kind`` define, in lower case, to the module and the name."""
     found: dict[str, tuple[str, str]] = {}
-    for package, _, pattern in (place.partition("/") for place in FILES[kind]):
+    places = ELSEWHERE.get(kind, (f"core/*/{kind}.py", f"methods/*/{kind}.py"))
+    for package, _, pattern in (place.partition("/") for place in places):
         folder = _folder(package)
         for path in sorted(folder.glob(pattern)):
             module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))

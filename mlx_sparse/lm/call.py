@@ -17,7 +17,7 @@ from ..api.call_report import Counts
 from ..cache.kv_cache import SPARSE_CLASSES, Mask, SparseBatch, SparseQuantized, adopt, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..core import reasons, registry
-from ..core.decide import Facts, refusal
+from ..core.decide import Facts, chunk_refusal, refusal
 from ..core.packed_rows import PackedRows, Rows
 from ..model_info import leaves
 from . import dense
@@ -213,7 +213,12 @@ class Call:
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(queries, keys, values, cache)
         if self.probe is not None:
-            self.probe.seen.append((cache, reason or self.probe_reason(queries, keys, cache, mask, sinks)))
+            found: Any = reason
+            if reason is None:  # the rest depends on `grouped`, which is known after the trial call
+                facts = self.facts(queries, keys, cache, mask, sinks)
+                self.probe.grouped |= facts.G > 1
+                found = functools.partial(self.probe.reason, queries, keys, cache, facts, self.hooks)
+            self.probe.seen.append((cache, found))
             return None
         if reason is not None:
             self.counts.dense_calls[reason] += 1
@@ -245,9 +250,11 @@ class Call:
         Args:
             layer_index: index of the layer's cache. The report uses it to identify the layer.
         """
-        self._step_keys = keys.shape[2] if queries.shape[2] == 1 else 0
-        if queries.shape[2] > 1:
-            reason = self.chunk_reason(queries.shape[2], keys.shape[2], mask)
+        L, S = queries.shape[2], keys.shape[2]
+        self._step_keys = S if L == 1 else 0
+        facts = self.facts(queries, keys, cache, mask, sinks)
+        if L > 1:
+            reason = chunk_refusal(self.plan.prefill, facts, L, S)
             if reason is None:
                 attended = self._attend_chunk(queries, keys, cache, scale, layer_index)
                 if attended is not None:
@@ -255,39 +262,33 @@ class Call:
                     return out if sinks is None else dense.with_sinks(out, lse, sinks)
                 reason = reasons.TOO_FULL
         else:
-            facts = self.plan.facts(queries, keys, self.caches, mask, sinks)
-            reason = self.step_reason(cache, facts)
+            reason = refusal(self.plan.decode, facts)
             if reason is None:
                 layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks, facts, layer_index)
                 cache.layer_plan = layer
                 return self._step(layer, queries, cache, scale, sinks)
         self.counts.dense_calls[reason] += 1
         if reason == reasons.CHECKED and self.checks:
-            B, Hkv, S, _ = keys.shape
-            self.counts.checked_bytes += 2 * B * Hkv * cache.row_bytes * (S + 1)
+            self.counts.checked_bytes += 2 * keys.shape[0] * keys.shape[1] * cache.row_bytes * (S + 1)
         return None
 
-    def step_reason(self, cache: SparseCache, facts: Facts) -> str | None:
-        """Return the reason why a decode step is dense at every context length, or None if the step can be sparse."""
-        if not self._drafts:
-            return reasons.CHECKED
-        reason = refusal(self.plan.decode, facts)
-        return reason if reason is not None or self.hooks is None else self.hooks.step_reason(cache)
-
-    def chunk_reason(self, L: int, S: int, mask: Mask) -> str | None:
-        """Return the reason why a call with ``L > 1`` queries and ``S`` keys stays dense, or None."""
-        if self.checks and S > L and L <= reasons.VERIFY_QUERIES:
-            return reasons.CHECKED
-        return self.plan.chunk_reason(L, S, self.caches, mask)
-
-    def probe_reason(
-        self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Mask, sinks: mx.array | None
-    ) -> Callable[[], str | None]:
-        """Return a function that calls `Probe.reason`. Call the function after the trial call."""
-        assert self.probe is not None
-        self.probe.grouped |= queries.shape[1] > keys.shape[1]
-        masked = mask is not None and not is_padding_mask(mask, self.caches)
-        return functools.partial(self.probe.reason, queries, keys, cache, masked=masked, sinks=sinks, hooks=self.hooks)
+    def facts(self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Mask, sinks: mx.array | None) -> Facts:
+        """Return the facts about an attention call that are known without its crossover length."""
+        step, plan, hooks = queries.shape[2] == 1, self.plan, self.hooks
+        # A comparison may wait for the device. Without a prefill method, chunks are dense under every mask.
+        compared = mask is not None and (step or plan.prefill is not None)
+        unready = None
+        if hooks is not None and step:
+            unready = hooks.step_reason(cache) if self.probe is None else hooks.refusal(cache)
+        return Facts(
+            G=queries.shape[1] // keys.shape[1],
+            sinks=sinks is not None,
+            other_mask=compared and not is_padding_mask(mask, self.caches),
+            causal=step or mask is not None,
+            checked=not self._drafts if step else self.checks,
+            prompts_only=not plan.decodes,
+            unready=unready,
+        )
 
     def _attend_chunk(
         self, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, layer_index: int

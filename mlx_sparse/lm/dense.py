@@ -9,7 +9,6 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..cache.sparse_cache import SparseCache
 from ..core import registry
-from ..core.attend import metal_rows as metal
 from ..core.blocks.ops import batch_size, wait_for
 from ..core.packed_rows import Rows
 
@@ -22,10 +21,14 @@ def rows_at_once(backend: str, D: int, *, packed: bool) -> int:
 
     Set ``packed`` to True for a quantized KV cache.
     """
-    ours = (
-        backend != "ops" and not packed and metal.supports(D, registry.METAL_ROWS) and not registry.unavailable("metal")
-    )
-    return registry.METAL_ROWS if ours else ROWS
+    if (
+        backend == "ops"
+        or packed
+        or registry.unsupported("metal", "attend_rows", D, 1)
+        or registry.unavailable("metal")
+    ):
+        return ROWS
+    return registry.METAL_ROWS
 
 
 def drafts_per_kernel(G: int, rows: int = ROWS) -> int:
@@ -60,7 +63,7 @@ def attend_check(
     if not large_group(backend, queries, keys):
         return None
     rows, values, _ = cache.rows("metal")
-    out, lse = metal.attend_rows(queries, rows, values, scale=scale, length=cache.length)
+    out, lse = registry.load("attend_rows", "metal")(queries, rows, values, scale=scale, length=cache.length)
     return out if sinks is None else with_sinks(out, lse, sinks)
 
 

@@ -11,17 +11,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..api.call_report import listing
 from ..checks import BackendUnavailable
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from ..api.call_report import Report
-    from .command import Session
+    from .session import Session
 
 # Name of the request kind for each output type of a task, where the two names differ in lm-eval.
 REQUESTS = {"multiple_choice": "loglikelihood"}
@@ -97,26 +96,20 @@ def _counting_calls(session: Session, kind: str) -> Iterator[None]:
     if not session.reports:
         yield
         return
-    (report, *_) = session.reports.values()
-    prompts, steps, dense = _calls(report)
+    before = session.calls()
     yield
-    now = _calls(report)
-    prompts, steps, dense = now[0] - prompts, now[1] - steps, now[2] - dense
+    now = session.calls()
+    steps, dense = now.sparse_calls - before.sparse_calls, now.dense_calls - before.dense_calls
+    prompts = 0 if session.prefill is None else now.prefill - before.prefill
     session.requests[kind] = {"sparse_prompt": prompts, "sparse_decode": steps, "dense": dict(dense)}
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in dense.most_common())
     for config, calls, stage in ((session.prefill, prompts, "prefill"), (session.decode, steps, "decoding")):
         if config is not None and not calls:
             effect = "the results are for dense attention" if not prompts + steps else f"{stage} was dense"
             print(
                 f"[mlx-sparse] warning: no sparse call with {config.name} in {kind} requests: {effect}; "
-                f"dense calls: {reasons or 'none'}",
+                f"dense calls: {listing(dense) or 'none'}",
                 file=sys.stderr,
             )
-
-
-def _calls(report: Report) -> tuple[int, int, Counter[str]]:
-    """Return the number of sparse prefill calls, the number of sparse decode calls, and the dense calls by reason."""
-    return report.prefill.calls if report.prefill else 0, report.sparse_calls, Counter(report.dense_calls)
 
 
 def _with_method(session: Session, simple_evaluate: Callable[..., Any]) -> Callable[..., object]:

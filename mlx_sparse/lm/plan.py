@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..api.call_report import Counts, Report
-from ..cache.kv_cache import Mask, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..cache.sparse_cache import Step as BoundStep
-from ..calibrate import Calibration, Layer, describe
+from ..calibrate import Calibration, describe
+from ..calibrate.timing import Layer
 from ..core import reasons, registry
-from ..core.base import NEVER, Dense, Method, Prefill, Step
-from ..core.decide import Facts, chunk_refusal, decide
+from ..core.base import Dense, Method, Prefill, Step
+from ..core.decide import NEVER, Facts, decide, exclusion
 from ..core.packed_rows import PackedRows, Rows
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
@@ -138,20 +138,6 @@ class Plan:
         step = Step(keys.shape[1], _group(queries, keys), keys.shape[3], keys.itemsize, gpu, **more)
         return Layer(backend, step, keys.dtype, self.calibration.chunk if prompts else 1)
 
-    def facts(
-        self, queries: mx.array, keys: Rows, caches: Sequence[object], mask: Mask, sinks: mx.array | None
-    ) -> Facts:
-        """Return the facts about a decode step that are known without its crossover length."""
-        other_mask = mask is not None and not is_padding_mask(mask, caches)
-        return Facts(_group(queries, keys), sinks is not None, other_mask, prompts_only=not self.decodes)
-
-    def chunk_reason(self, L: int, S: int, caches: Sequence[object], mask: Mask) -> str | None:
-        """Return the reason why a prefill chunk with ``L`` queries and ``S`` keys stays dense, or None."""
-        masked = None
-        if self.prefill is not None and (mask is None or not is_padding_mask(mask, caches)):
-            masked = reasons.NOT_CAUSAL if mask is None else reasons.ARRAY_MASK
-        return chunk_refusal(self.prefill, L, S, masked)
-
     def plan_layer(
         self,
         queries: mx.array,
@@ -261,37 +247,29 @@ class Probe:
     layers: Counter[tuple[Method, Layer]] = field(default_factory=Counter)
 
     def reason(
-        self,
-        queries: mx.array,
-        keys: Rows,
-        cache: SparseCache,
-        *,
-        masked: bool,
-        sinks: mx.array | None,
-        hooks: CallHooks | None,
+        self, queries: mx.array, keys: Rows, cache: SparseCache, facts: Facts, hooks: CallHooks | None
     ) -> str | None:
         """Return the reason why a layer can never use sparse attention, or None. Record each method's backend.
-
-        Args:
-            masked: True if the mask is neither causal nor a padding mask.
 
         Raises:
             ConfigError: a parameter does not fit the head dim.
         """
-        if masked:
-            return reasons.ARRAY_MASK
-        plan, refusal = self.plan, None if hooks is None else hooks.refusal(cache)
-        if not plan.configs:  # dense attention, also over a cache that is quantized later
-            self.backends.add(registry.resolve(plan.backend, Dense.name, D=queries.shape[3], G=1))
-            return None
-        serving = [config for config in plan.configs if sinks is None or config.supports_sinks(_group(queries, keys))]
-        serving = [config for config in serving if refusal is None or config is not plan.decode]
+        plan = self.plan
+        without_hooks = replace(facts, unready=None)  # the hooks belong to the decode method
+        found = [
+            (config, exclusion(config, facts if config is plan.decode else without_hooks))
+            for config in plan.configs or [Dense()]
+        ]
+        serving = [config for config, reason in found if reason is None]
         for config in serving:
+            if not config.sparse:  # dense attention, also over a cache that is quantized later
+                self.backends.add(registry.resolve(plan.backend, config.name, D=queries.shape[3], G=1))
+                continue
             config.check_head_dim(queries.shape[-1])
             backend = plan.resolve(config, queries, keys)
             self.backends.add(backend)
             self.layers[config, plan.sizes(config, queries, keys, cache, backend, hooks)] += 1
-        return None if serving else refusal or reasons.SINKS
+        return None if serving else found[-1][1]
 
 
 def layer_reason(queries: mx.array, keys: Any, values: Any, cache: object) -> str | None:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..api.call_report import Counts, listing
-from ..calibrate import WRITING
+from ..calibrate.files import WRITING
 
 if TYPE_CHECKING:
     from mlx_lm.server import GenerationContext, ResponseGenerator
 
-    from .command import Session
+    from .session import Session
 
 SECONDS_TO_STOP = 0.5  # time that a request and a calibration get to end after Ctrl-C
 

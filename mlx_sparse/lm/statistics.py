@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, zip_longest
-from typing import Any
+from itertools import zip_longest
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,13 +14,38 @@ import numpy.typing as npt
 
 from ..core.blocks.layout import Layout
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Histogram = npt.NDArray[np.int64]
+
 BINS = 1000  # bins in the histogram of attention recall
 LOW_QUANTILE = 0.01
 RECALL_STEPS = 500  # the histogram of estimated recall has a bin for each multiple of 1 / RECALL_STEPS
 
 
+class Sums:
+    """Base class of statistics that are summed over calls. Tuples and dicts are added entry by entry."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(_added, vars(self).values(), vars(other).values()))
+
+
+def _added(one: Any, other: Any) -> Any:
+    if isinstance(one, tuple):
+        return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+    if isinstance(one, dict):
+        return {**one, **other, **{key: one[key] + other[key] for key in one.keys() & other.keys()}}
+    return one + other
+
+
+def _quantile(counts: Histogram, share: float) -> int:
+    """Return the first bin of a histogram at which the bins so far have ``share`` of all ``counts``."""
+    return int(np.searchsorted(np.cumsum(counts), share * int(counts.sum())))
+
+
 @dataclass(frozen=True)
-class LayerStatistics:
+class LayerStatistics(Sums):
     """Sums over the sparse prefill calls of one layer.
 
     Attributes:
@@ -38,22 +63,12 @@ class LayerStatistics:
     least: float = 1.0
 
     def __add__(self, other: LayerStatistics) -> LayerStatistics:
-        return LayerStatistics(
-            self.pairs + other.pairs,
-            tuple(a + b for a, b in zip(self.attended, other.attended, strict=True)),
-            self.rows + other.rows,
-            self.lost + other.lost,
-            float(np.minimum(self.least, other.least)),  # keeps NaN
-        )
-
-    @property
-    def density(self) -> list[float]:
-        """Shares of the causal block pairs that the query heads attended to, one share per query head."""
-        return [count / self.pairs for count in self.attended]
+        least = float(np.minimum(self.least, other.least))  # keeps NaN
+        return replace(super().__add__(other), least=least)
 
 
 @dataclass(frozen=True)
-class PrefillStatistics:
+class PrefillStatistics(Sums):
     """Statistics of sparse prefill calls.
 
     Attributes:
@@ -68,24 +83,13 @@ class PrefillStatistics:
     queries: int = 0
     sampled_queries: float = 0.0
     layers: Mapping[int, LayerStatistics] = field(default_factory=dict)
-    histogram: Counter[int] = field(default_factory=Counter)
-
-    def __add__(self, other: PrefillStatistics) -> PrefillStatistics:
-        layers = dict(self.layers)
-        for index, layer in other.layers.items():
-            layers[index] = layers[index] + layer if index in layers else layer
-        return PrefillStatistics(
-            self.calls + other.calls,
-            self.queries + other.queries,
-            self.sampled_queries + other.sampled_queries,
-            layers,
-            self.histogram + other.histogram,
-        )
+    histogram: Histogram = field(default_factory=lambda: np.zeros(BINS, np.int64))
 
     @property
     def density(self) -> dict[int, list[float]]:
         """Dict from the index of a layer's cache to the density of each query head over all calls."""
-        return {index: layer.density for index, layer in sorted(self.layers.items())}
+        layers = sorted(self.layers.items())
+        return {index: [count / layer.pairs for count in layer.attended] for index, layer in layers}
 
     @property
     def sampled(self) -> float:
@@ -102,36 +106,30 @@ class PrefillStatistics:
         if not measured:
             return None
         mean = 1.0 - sum(layer.lost for layer in measured) / sum(layer.rows for layer in measured)
-        bins = sorted(self.histogram)
-        below = accumulate(self.histogram[place] for place in bins)
-        enough = LOW_QUANTILE * self.histogram.total()
-        low = next(place for place, count in zip(bins, below, strict=True) if count >= enough)
-        return {"mean": mean, "low": low / BINS, "min": min(layer.least for layer in measured)}
+        low = _quantile(self.histogram, LOW_QUANTILE) / BINS
+        return {"mean": mean, "low": low, "min": min(layer.least for layer in measured)}
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the statistics as plain data for JSON."""
-        layers = []
-        for index, layer in sorted(self.layers.items()):
-            entry: dict[str, Any] = {"layer": index, "density": _mean(layer.density), "heads": layer.density}
-            if layer.rows:
-                entry["recall"] = {"mean": 1.0 - layer.lost / layer.rows, "min": layer.least}
-            layers.append(entry)
+        layers: list[dict[str, Any]] = []
+        for index, heads in self.density.items():
+            layers.append({"layer": index, "density": fmean(heads), "heads": heads})
+            if (layer := self.layers[index]).rows:
+                layers[-1]["recall"] = {"mean": 1.0 - layer.lost / layer.rows, "min": layer.least}
         found: dict[str, Any] = {"calls": self.calls, "sampled": self.sampled, "layers": layers}
         if layers:
             by_layer, by_head = [entry["density"] for entry in layers], [d for entry in layers for d in entry["heads"]]
-            found["density"] = {"mean": _mean(by_layer), "min": min(by_head), "max": max(by_head)}
-        if (recall := self.recall) is not None:
-            found["recall"] = recall
-        return found
+            found["density"] = {"mean": fmean(by_layer), "min": min(by_head), "max": max(by_head)}
+        return found if self.recall is None else found | {"recall": self.recall}
 
     def lines(self) -> list[str]:
         """Return the statistics as lines of text."""
         if not self.calls:
             return ["  sparse prefill calls: none"]
-        densities = [_mean(layer.density) for layer in self.layers.values()]
+        densities = [fmean(heads) for heads in self.density.values()]
         lines = [
             f"  sparse prefill calls: {self.calls:,}, {self.sampled:.1%} of the queries sampled",
-            f"  density: {_mean(densities):.1%}, by layer {min(densities):.1%} to {max(densities):.1%}",
+            f"  density: {fmean(densities):.1%}, by layer {min(densities):.1%} to {max(densities):.1%}",
         ]
         if (recall := self.recall) is not None:
             lines.append(
@@ -148,15 +146,16 @@ class PrefillStatistics:
         recall was measured.
         """
         found = cls()
-        for (index, layout), (blocks, *recall) in entries:
-            attended, histogram = np.array(blocks), Counter[int]()
-            heads = tuple(int(count) for count in attended.sum(axis=0, dtype=np.int64))
-            layer = LayerStatistics(attended.shape[0] * layout.causal_pairs, heads)
+        for (index, layout), arrays in entries:
+            attended, *recall = map(np.array, arrays)
+            pairs, heads = len(attended) * layout.causal_pairs, attended.sum(axis=0, dtype=np.int64).tolist()
+            measured: list[Any] = []
             if recall:
-                lost, least, counts = map(np.array, recall)
-                layer = replace(layer, rows=attended.size * layout.L, lost=float(lost), least=float(least))
-                histogram = Counter({place: int(count) for place, count in enumerate(counts) if count})
-            found += cls(1, layout.L, layout.L * layout.sampled_share, {index: layer}, histogram)
+                lost, least, counts = recall
+                measured = [attended.size * layout.L, float(lost), float(least)]
+                found = replace(found, histogram=found.histogram + counts)
+            layer = LayerStatistics(pairs, tuple(heads), *measured)
+            found += cls(1, layout.L, layout.L * layout.sampled_share, {index: layer})
         return found
 
 
@@ -168,7 +167,7 @@ def recall_arrays(recall: mx.array) -> list[mx.array]:
 
 
 @dataclass(frozen=True)
-class BucketStatistics:
+class BucketStatistics(Sums):
     """Statistics of SAAP's decode steps, summed over steps, sequences and KV heads.
 
     Attributes:
@@ -183,16 +182,13 @@ class BucketStatistics:
     attended: int = 0
     bytes: int = 0
 
-    def __add__(self, other: BucketStatistics) -> BucketStatistics:
-        return BucketStatistics(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
-
     @property
     def selectivity(self) -> float:
         """Share of the listed keys that the decode steps attended to (saap.12); 0 if no key was in a bucket list."""
         visited = self.attended - (self.valid - self.listed)
         return visited / self.listed if self.listed else 0.0
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the statistics as plain data for JSON."""
         return {"attended": self.attended, "keys": self.valid, "selectivity": self.selectivity}
 
@@ -218,7 +214,7 @@ class RecallStatistics:
             ``n / RECALL_STEPS`` in the layer whose cache has the index i.
     """
 
-    histogram: npt.NDArray[np.int64]
+    histogram: Histogram
 
     def __add__(self, other: RecallStatistics) -> RecallStatistics:
         short, long = sorted((self.histogram, other.histogram), key=len)
@@ -226,31 +222,20 @@ class RecallStatistics:
         total[: len(short)] += short
         return RecallStatistics(total)
 
-    @property
-    def layers(self) -> dict[int, dict[str, float]]:
-        """Dict from the index of a layer's cache to the "mean", "median" and "low" (5th percentile) of the recall."""
-        return {int(index): _summary(self.histogram[index]) for index in np.flatnonzero(self.histogram.sum(axis=1))}
-
     def as_dict(self) -> dict[str, Any] | None:
-        """Return the statistics as plain data for JSON; None if there are no estimates."""
-        layers, total = self.layers, self.histogram.sum(axis=0)
+        """Return the mean, median and 5th percentile of the recall as plain data; None if there are no estimates."""
+        layers = [{"layer": i, **_summary(counts)} for i, counts in enumerate(self.histogram) if counts.any()]
         if not layers:
             return None
-        by_layer = [{"layer": index, **values} for index, values in layers.items()]
-        return {**_summary(total), "worst_layer": self.worst_layer, "layers": by_layer}
-
-    @property
-    def worst_layer(self) -> int | None:
-        """Index of the layer with the lowest mean recall; None if there are no estimates."""
-        layers = self.layers
-        return min(layers, key=lambda index: layers[index]["mean"]) if layers else None
+        worst = min(layers, key=lambda layer: layer["mean"])["layer"]
+        return {**_summary(self.histogram.sum(axis=0)), "worst_layer": worst, "layers": layers}
 
     def lines(self) -> list[str]:
         """Return the statistics as a list with one line of text; empty if there are no estimates."""
         found = self.as_dict()
         if found is None:
             return []
-        worst = self.layers[found["worst_layer"]]
+        worst = _summary(self.histogram[found["worst_layer"]])
         return [
             f"  estimated attention recall: median {found['median']:.3f}, 5th percentile {found['low']:.3f}; "
             f"lowest in layer {found['worst_layer']}, median {worst['median']:.3f}"
@@ -268,15 +253,14 @@ class RecallStatistics:
         return cls(np.bincount(places, minlength=size * (RECALL_STEPS + 1)).reshape(size, -1))
 
 
-def _summary(counts: npt.NDArray[np.int64]) -> dict[str, float]:
+def _summary(counts: Histogram) -> dict[str, Any]:
     """Return the "mean", "median" and "low" (5th percentile) of the recall. ``counts`` is a row of the histogram."""
-    below, mean = np.cumsum(counts), float(counts @ np.arange(len(counts))) / RECALL_STEPS / int(counts.sum())
-    median, low = (int(np.searchsorted(below, share * below[-1])) / RECALL_STEPS for share in (0.5, 0.05))
-    return {"mean": mean, "median": median, "low": low}
+    mean = float(counts @ np.arange(len(counts))) / RECALL_STEPS / int(counts.sum())
+    return {"mean": mean} | {name: _quantile(counts, q) / RECALL_STEPS for name, q in (("median", 0.5), ("low", 0.05))}
 
 
 @dataclass(frozen=True)
-class DraftStatistics:
+class DraftStatistics(Sums):
     """Statistics of self-speculative decoding.
 
     Attributes:
@@ -304,20 +288,12 @@ class DraftStatistics:
     timed_alone: int = 0
     pauses: int = 0
 
-    def __add__(self, more: DraftStatistics) -> DraftStatistics:
-        def added(one: Any, other: Any) -> Any:
-            if isinstance(one, tuple):
-                return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
-            return one + other
-
-        return DraftStatistics(*(added(a, b) for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))
-
     @property
     def tokens(self) -> int:
         """Number of generated tokens."""
         return self.alone + self.checks + sum(self.accepted)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the statistics as plain data for JSON."""
         return {**vars(self), "tokens": self.tokens}
 
@@ -344,7 +320,3 @@ class DraftStatistics:
             shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items() if seconds)
             found.append(f"  time: {shares} (measured in {self.timed:,} checks)")
         return found
-
-
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)

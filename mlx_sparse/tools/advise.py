@@ -8,7 +8,7 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from fractions import Fraction
@@ -33,7 +33,7 @@ from .evaluate.journal import Journal, as_json
 from .evaluate.results import Row, Trial
 from .evaluate.runner import DENSE_STEP, Steps, observed_by, run
 from .evaluate.table import plus_minus
-from .evaluate.tasks import SHORTEST, TASKS
+from .evaluate.tasks import SHORTEST, TASKS, Example
 from .evaluate.variants import Variant, read_budget, read_methods, variants_of
 from .formats import check_own, write_toml
 
@@ -111,13 +111,11 @@ class Quality:
 def measure(
     model: nn.Module,
     tokenizer: Tokenizer,
-    tokens: list[int],
+    examples: Mapping[str, list[Example]],
     methods: Sequence[str],
     budgets: Sequence[Fraction],
     *,
     context: int,
-    limit: int,
-    seed: int,
     D: int,
 ) -> Quality:
     """Measure the quality of `ORACLE`, and then of each method, starting with the largest budget.
@@ -126,17 +124,15 @@ def measure(
     all other methods are skipped.
 
     Args:
+        examples: dict from each task to its examples, with prompts of ``context`` tokens.
         budgets: for each budget, the largest share of dense attention's elements that a method may move.
     """
     wanted = [ORACLE, *(method for method in methods if method != ORACLE)]
     variants, left_out = variants_of(wanted, sorted(budgets, reverse=True), context, D)
     if not any(variant.method == ORACLE for variant in variants):
         raise ConfigError(f"--budget: expected a share that can be met at {context:,} keys, got none. Increase it.")
-    observed, subjects = observed_by(variants), {}
-    for task in (COPY, TEXT):
-        made = TASKS[task](tokens, tokenizer, context=context, limit=limit, seed=seed)
-        examples = [dataclasses.replace(example, target=example.target[:STEPS]) for example in made]
-        subjects[task] = Steps(model, tokenizer, examples, DENSE_STEP, observed=observed)
+    observed = observed_by(variants)
+    subjects = {task: Steps(model, tokenizer, made, DENSE_STEP, observed=observed) for task, made in examples.items()}
     journal: Journal[Trial] = Journal(None, "", "", Trial)  # stores dense results, so that dense attention runs once
     found: dict[str, list[Attempt]] = {ORACLE: []}
     dense: list[Row] = []
@@ -411,13 +407,19 @@ def _page(args: argparse.Namespace) -> Page:
         return found
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)
     about = {"context": args.passage, "limit": args.limit, "seed": args.seed}
+    examples = {
+        task: [
+            dataclasses.replace(made, target=made.target[:STEPS]) for made in TASKS[task](tokens, tokenizer, **about)
+        ]
+        for task in (COPY, TEXT)
+    }
     methods, D = [one.method for one in candidates], candidates[0].served[0].layer.step.D
     names = ", ".join(args.text or [texts.DEFAULT])
     text = (
         f"{args.limit} examples of copying and {args.limit} of plain text, of {names}; dense prompts of "
         f"{args.passage:,} tokens, then {STEPS} decode steps each, seed {args.seed}. Longer contexts were not measured"
     )
-    quality = measure(model, tokenizer, tokens, methods, args.budget, D=D, **about)
+    quality = measure(model, tokenizer, examples, methods, args.budget, context=args.passage, D=D)
     return dataclasses.replace(found, text=text, quality=quality)
 
 

@@ -22,7 +22,8 @@ from rich.console import Console
 
 from ..calibrate import Calibration, describe
 from ..checks import ConfigError
-from ..core.base import NEVER, Method
+from ..core.base import Method
+from ..core.decide import NEVER
 from ..lm.model import disable, enable, plan_of
 from ..model_info import config_of
 from .evaluate.tasks import encode
@@ -52,6 +53,20 @@ class Prompt:
     @property
     def length(self) -> int:
         return len(self.document) + len(self.end)
+
+
+@dataclass(frozen=True)
+class Length:
+    """Requested length of a prompt.
+
+    Attributes:
+        context: number of tokens. If None, the prompt has ``margin`` times the crossover length.
+        seconds: longest time of the prefill in seconds, which may shorten the prompt.
+    """
+
+    context: int | None
+    margin: int
+    seconds: float
 
 
 def encode_prompt(tokenizer: Tokenizer, document: str, end: str) -> Prompt:
@@ -145,19 +160,17 @@ def compare(
     tokenizer: Tokenizer,
     prompt: Prompt,
     config: Method,
+    length: Length,
     *,
-    context: int | None,
-    margin: int,
-    seconds: float,
     max_tokens: int,
     calibration: Calibration,
     console: Console,
 ) -> Comparison:
     """Prefill a prompt once, and decode densely and sparsely from the saved prompt cache.
 
-    The prompt has ``context`` tokens, by default ``margin`` times the crossover length. The prompt is shorter if the
-    document, the model or ``seconds`` limits its length. If ``context`` is None and the prompt is shorter than the
-    crossover length, the method is sparse below its crossover length.
+    The prompt is shorter than ``length`` if the document, the model or the time limits its length. If
+    ``length.context`` is None and the prompt is shorter than the crossover length, the method is sparse below its
+    crossover length.
 
     Args:
         model, tokenizer: a loaded model and its tokenizer. `enable` was not called on the model.
@@ -167,7 +180,7 @@ def compare(
         crossovers, crossover = measure_crossover(model, config, calibration)
     known = config_of(model).get("max_position_embeddings")
     longest = min(prompt.length, known - max_tokens if isinstance(known, int) else NEVER)
-    target = min(context or margin * crossover, longest)
+    target = min(length.context or length.margin * crossover, longest)
     limit = "" if target < longest else "text" if target == prompt.length else "model"
     if target <= len(prompt.end):
         fewest = len(prompt.end) + 1
@@ -176,12 +189,12 @@ def compare(
     cache, last = make_prompt_cache(model), prompt.end[-1:]
     start = time.perf_counter()
     with token_bar(console, "prefill", target - 1) as update:
-        done = prefill(model, cache, tokens, seconds, update, later=len(prompt.end))
+        done = prefill(model, cache, tokens, length.seconds, update, later=len(prompt.end))
         prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
     took = time.perf_counter() - start
     reached = done + len(prompt.end)
     limit = "time" if reached < target else limit
-    forced = context is None and reached < crossover and config.measurable
+    forced = length.context is None and reached < crossover and config.measurable
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "prompt.safetensors")
         save_prompt_cache(path, cache)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..calibrate import Layer
+from ..calibrate.timing import Layer
 from ..core.base import Method
 from ..core.stats import dense_elements
 from ..lm import seam

@@ -35,15 +35,12 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *
         "platform": platform.platform(),
         "packages": {name: environment.version_of(name) for name in PACKAGES},
         "device": _guarded(_device, problems, "mlx"),
-        "blas": None,
         "backends": {name: unavailable(name) or "yes" for name in BACKENDS},
         "hook": _hook(problems),
         "variable": _guarded(lambda: _variable(variable, problems), problems, _boot.VARIABLE),
         "seams": _guarded(lambda: _seams("mlx_lm"), problems, "mlx-lm"),
     }
-    if findings["device"]:
-        findings["blas"] = blas.note()
-        problems += [blas.SLOW] if findings["blas"] == blas.SLOW else []
+    problems += [blas.SLOW] if blas.SLOW in str(findings["device"]) else []
     if __version__ == "unknown":
         problems.append(f"the metadata of {NAME} is missing: run {install_hint(options=REBUILD)}")
     problems += [f"{name} is not installed" for name in ("mlx", "mlx-lm") if not findings["packages"][name]]
@@ -64,7 +61,7 @@ def text(findings: dict[str, Any]) -> str:
     lines = [
         f"mlx-sparse-attention {findings['version']}, Python {findings['python']}, {findings['platform']}",
         f"packages: {packages}",
-        f"default device: {findings['device']}" + (f"; {findings['blas']}" if findings["blas"] else ""),
+        f"default device: {findings['device']}",
         "backends: " + ", ".join(f"{name}: {state}" for name, state in findings["backends"].items()),
         f"mlx_lm.* --attn: {findings['hook']}",
         f"{_boot.VARIABLE}: {findings['variable']}",
@@ -95,7 +92,8 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
     The model does not run. On an error, append a message to ``problems`` and return None.
     """
     try:
-        from ..calibrate import MODELED, Calibration, differing, measurement_key
+        from ..calibrate import MODELED, Calibration
+        from ..calibrate.files import differing, measurement_key
         from .measure import planned, rows_of
 
         with planned(model, attn, backend, Calibration()) as plan:
@@ -106,8 +104,8 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
             for config, layer in plan.layers:
                 other = differing(measurement_key(config, layer))
                 if other and plan.calibration.threshold(config, layer).how == MODELED:
-                    names = ", ".join(other)
-                    found["lines"].append(f"{config.name} was measured with the same layer shape but other {names}")
+                    where = f"with the same layer shape but other {', '.join(other)}"
+                    found["lines"].append(f"{config.name} was measured {where}")
             return found
     except SparseAttentionError as error:
         problems.append(str(error))
@@ -119,7 +117,7 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
 def _device() -> str:
     import mlx.core as mx
 
-    return str(mx.default_device())
+    return "; ".join(filter(None, (str(mx.default_device()), blas.note())))
 
 
 def _seams(package: str) -> list[str]:

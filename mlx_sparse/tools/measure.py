@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..calibrate import MODELED, SECONDS, Calibration, Layer, describe, device_kind
+from ..calibrate import MODELED, Calibration, describe
+from ..calibrate.timing import Layer
 from ..checks import ConfigError, Parser, check_int
 from ..core.base import Method
 from ..lm.loading import load_text_model
@@ -41,11 +42,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    seconds = SECONDS[device_kind()] if args.seconds is None else args.seconds
-    if not 0 < seconds <= 3600:
+    if args.seconds is not None and not 0 < args.seconds <= 3600:
         raise ConfigError(f"--seconds: expected a number above 0 and at most 3600, got {args.seconds:g}.")
     check_int("--prefill-step-size", args.prefill_step_size, 1)
-    calibration = Calibration(seconds=seconds, chunk=args.prefill_step_size, progress=log)
+    calibration = Calibration(seconds=args.seconds, chunk=args.prefill_step_size, progress=log)
     with planned(args.model, args.attn, args.attn_backend, calibration) as plan:
         rows = rows_of(plan.layers, calibration, measures=True)
     if args.json:

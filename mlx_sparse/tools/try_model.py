@@ -15,7 +15,8 @@ from rich.text import Text
 
 from .. import blas
 from ..checks import ConfigError, Parser, check_int, read_length
-from ..core.base import NEVER, Prefill
+from ..core.base import Prefill
+from ..core.decide import NEVER
 from ..files import cache_directory
 from ..methods import parse
 from . import environment
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         from ..calibrate import Calibration
         from ..lm.loading import unfit_warning
         from ..model_info import model_type
-        from .comparison import compare, encode_prompt
+        from .comparison import Length, compare, encode_prompt
         from .evaluate.inputs import load_model
 
         model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license, only_mlx_lm=True)
@@ -79,9 +80,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer,
         prompt,
         configs[0],
-        context=args.context,
-        margin=MARGIN,
-        seconds=SECONDS,
+        Length(args.context, MARGIN, SECONDS),
         max_tokens=args.max_tokens,
         calibration=Calibration(measures=True),
         console=console,

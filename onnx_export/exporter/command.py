@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mlx_sparse.checks import Parser, SparseAttentionError
-from mlx_sparse.core.base import NEVER
+from mlx_sparse.core.decide import NEVER
 from mlx_sparse.extras import naming_missing
 
 if TYPE_CHECKING:

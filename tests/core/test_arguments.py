@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from adapters import ADAPTERS, LIBRARIES
+from json_tables import read_tables
 from require import absent
 
 import mlx_sparse
@@ -20,179 +20,56 @@ from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError
 from mlx_sparse.core import registry
 from mlx_sparse.methods import METHODS
 
-
-@dataclass(frozen=True)
-class Filled:
-    """An array that is filled with one number."""
-
-    shape: tuple[int, ...]
-    dtype: str = "int32"
-    number: int = 0
-
-
-def f32(*shape: int) -> Filled:
-    return Filled(shape, "f32")
-
-
-def i32(*shape: int, number: int = 0) -> Filled:
-    return Filled(shape, "int32", number)
-
-
-STEP = {"queries": f32(1, 4, 1, 64), "keys": f32(1, 2, 50, 64), "values": f32(1, 2, 50, 64)}
-PROMPT = {"queries": f32(1, 2, 8, 16), "keys": f32(1, 1, 8, 16), "values": f32(1, 1, 8, 16)}
-BUCKETS = {**STEP, "bucket_ids": i32(1, 2, 50), "visited": i32(1, 2, 3), "recent_tokens": 5}
-NETWORK = {"queries": f32(1, 4, 1, 64), "out_weight": f32(2, 32, 20), "hidden_weight": f32(2, 64, 32), "probes": 3}
-LISTS = {**PROMPT, "blocks": i32(1, 2, 1, 3), "block_size": 32}
+STEP = {"queries": "f32(1, 4, 1, 64)", "keys": "f32(1, 2, 50, 64)", "values": "f32(1, 2, 50, 64)"}
+PROMPT = {"queries": "f32(1, 2, 8, 16)", "keys": "f32(1, 1, 8, 16)", "values": "f32(1, 1, 8, 16)"}
+BUCKETS = {**STEP, "bucket_ids": "int32(1, 2, 50)", "visited": "int32(1, 2, 3)", "recent_tokens": 5}
+NETWORK = {
+    "queries": "f32(1, 4, 1, 64)",
+    "out_weight": "f32(2, 32, 20)",
+    "hidden_weight": "f32(2, 64, 32)",
+    "probes": 3,
+}
+LISTS = {**PROMPT, "blocks": "int32(1, 2, 1, 3)", "block_size": 32}
 GOOD: dict[str, dict[str, Any]] = {
     "sparq_attention": STEP,
     "streaming_attention": STEP,
     "flexgen_attention": STEP,
     "oracle_top_k_attention": STEP,
-    "h2o_attention": {**STEP, "scores": f32(1, 2, 50)},
+    "h2o_attention": {**STEP, "scores": "f32(1, 2, 50)"},
     "saap_attention": BUCKETS,
     "saap_route": NETWORK,
-    "saap_assign": {"keys": f32(1, 2, 8, 16), "centroids": f32(2, 5, 16)},
+    "saap_assign": {"keys": "f32(1, 2, 8, 16)", "centroids": "f32(2, 5, 16)"},
     "sample_attention": PROMPT,
     "attend_blocks": LISTS,
-    "attend_indices": {**STEP, "indices": i32(1, 2, 9)},
+    "attend_indices": {**STEP, "indices": "int32(1, 2, 9)"},
 }
 
-BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("sparq_attention", {"rank": 0}, ConfigError, "rank: expected an integer of at least 1, got 0"),
-    ("sparq_attention", {"rank": 65}, ConfigError, "rank: expected at most the head dim D=64, got 65"),
-    ("sparq_attention", {"top_k": -3}, ConfigError, "top_k: expected an integer of at least 1, got -3"),
-    ("sparq_attention", {"local_window": 200}, ConfigError, "local_window: expected at most top_k=128"),
-    ("sparq_attention", {"reallocate": "yes"}, ConfigError, "reallocate: expected one of auto, true, false"),
-    ("sparq_attention", {"component_score": "key"}, ConfigError, "component_score: expected one of query, query_key"),
-    ("sparq_attention", {"keys_t": f32(1, 2, 50, 64)}, ShapeError, "keys_t: expected shape"),
-    ("sparq_attention", {"value_mean": f32(1, 2)}, ShapeError, "value_mean: expected shape"),
-    ("sparq_attention", {"left_padding": [0, 1]}, ShapeError, "left_padding: expected shape"),
-    ("sparq_attention", {"left_padding": [0.5]}, ShapeError, "left_padding: expected integers"),
-    ("sparq_attention", {"rank": 2.0}, ConfigError, "rank: expected an integer of at least 1, got 2.0"),
-    ("sparq_attention", {"rank": True}, ConfigError, "rank: expected an integer of at least 1, got True"),
-    ("sparq_attention", {"top_k": None}, ConfigError, "top_k: expected an integer of at least 1, got None"),
-    ("sparq_attention", {"local_window": -1}, ConfigError, "local_window: expected an integer of at least 0, got -1"),
-    ("sparq_attention", {"reallocate": 1}, ConfigError, "reallocate: expected one of auto, true, false, got 1"),
-    ("sparq_attention", {"component_score": "auto"}, ConfigError, "component_score: expected one of query, query_key"),
-    ("sparq_attention", {"key_bits": 5}, ConfigError, "key_bits: expected one of 16, 4, got 5"),
-    ("sparq_attention", {"queries": f32(1, 4, 0, 64)}, ShapeError, "queries: expected a multiple of Hkv=2"),
-    ("sparq_attention", {"queries": f32(2, 4, 1, 64)}, ShapeError, r"keys: expected \(B=2, Hkv, S, D=64\)"),
-    ("sparq_attention", {"backend": "onnx"}, BackendUnavailable, "backend: expected auto or"),
-    ("sparq_attention", {"return_stats": "all"}, ConfigError, "return_stats: expected one of"),
-    ("sparq_attention", {"queries": f32(1, 4, 64)}, ShapeError, "queries: expected 4 axes"),
-    ("sparq_attention", {"values": f32(1, 2, 49, 64)}, ShapeError, "values: expected the shape of keys"),
-    ("sparq_attention", {"queries": f32(1, 4, 1, 32)}, ShapeError, "keys: expected"),
-    ("sparq_attention", {"queries": f32(1, 5, 1, 64)}, ShapeError, "queries: expected a multiple of Hkv=2"),
-    ("sparq_attention", {"queries": f32(1, 4, 51, 64)}, ShapeError, "keys: expected at least L=51 keys"),
-    ("attend_indices", {"indices": i32(1, 3, 9)}, ShapeError, "indices: expected shape"),
-    ("attend_indices", {"indices": f32(1, 2, 9)}, ShapeError, "indices: expected integers"),
-    ("streaming_attention", {"recent_tokens": 0}, ConfigError, "recent_tokens: expected an integer of at least 1"),
-    ("flexgen_attention", {"top_k": 0}, ConfigError, "top_k: expected an integer of at least 1"),
-    ("oracle_top_k_attention", {"top_k": 0}, ConfigError, "top_k: expected an integer of at least 1"),
-    ("oracle_top_k_attention", {"top_k": 4, "local_window": 5}, ConfigError, "local_window: expected at most top_k=4"),
-    ("h2o_attention", {"scores": f32(1, 2, 3)}, ShapeError, "scores: expected shape"),
-    ("h2o_attention", {"top_k": 0}, ConfigError, "top_k: expected an integer of at least 1"),
-    ("h2o_attention", {"top_k": 4, "local_window": 5}, ConfigError, "local_window: expected at most top_k=4"),
-    ("h2o_attention", {"queries": f32(1, 4, 3, 64)}, ShapeError, "queries: expected"),
-    ("saap_attention", {"bucket_ids": i32(1, 2, 49)}, ShapeError, r"bucket_ids: expected shape \(1, 2, 50\)"),
-    ("saap_attention", {"bucket_ids": f32(1, 2, 50)}, ShapeError, "bucket_ids: expected integers"),
-    ("saap_attention", {"visited": i32(2, 2, 3)}, ShapeError, r"visited: expected shape \(B=1, Hkv=2, n\)"),
-    ("saap_attention", {"visited": f32(1, 2, 3)}, ShapeError, "visited: expected integers"),
-    ("saap_attention", {"sink_tokens": -1}, ConfigError, "sink_tokens: expected an integer of at least 0, got -1"),
-    ("saap_attention", {"recent_tokens": 0}, ConfigError, "recent_tokens: expected an integer of at least 1, got 0"),
-    ("saap_attention", {"backend": "onnx"}, BackendUnavailable, "backend: expected auto or"),
-    ("saap_attention", {"return_stats": "all"}, ConfigError, "return_stats: expected one of"),
-    ("saap_route", {"out_weight": f32(2, 30, 20)}, ShapeError, r"hidden_weight: expected shape \(2, 64, 30\)"),
-    ("saap_route", {"out_weight": f32(3, 32, 20)}, ShapeError, "out_weight: expected|Hkv a divisor of Hq=4, got"),
-    ("saap_route", {"out_weight": f32(32, 20)}, ShapeError, "out_weight: expected"),
-    ("saap_route", {"hidden_weight": None}, ShapeError, r"out_weight: expected shape \(2, 64, 20\)"),
-    ("saap_route", {"hidden_bias": f32(2, 31)}, ShapeError, "hidden_bias: expected"),
-    ("saap_route", {"out_bias": f32(2, 21)}, ShapeError, "out_bias: expected"),
-    ("saap_route", {"probes": 21}, ConfigError, "probes: expected an integer of at least 1 and at most 20"),
-    ("saap_route", {"probes": 0}, ConfigError, "probes: expected an integer of at least 1 and at most 20"),
-    ("saap_route", {"queries": f32(1, 4, 2, 64)}, ShapeError, "queries: expected"),
-    *(
-        ("saap_assign", {"centroids": f32(*shape)}, ShapeError, "centroids: expected")
-        for shape in ((2, 5, 8), (2, 0, 16), (3, 5, 16), (5, 16))
-    ),
-    (
-        "sample_attention",
-        {"alpha_column": 0},
-        ConfigError,
-        "alpha_column: expected a number above 0 and at most 1, got",
-    ),
-    ("sample_attention", {"alpha_slash": 1.01}, ConfigError, "alpha_slash: expected a number above 0 and at most 1"),
-    ("sample_attention", {"alpha_slash": np.nan}, ConfigError, "alpha_slash: expected a number above 0 and at most 1"),
-    ("sample_attention", {"chunks": 0}, ConfigError, "chunks: expected an integer of at least 1, got 0"),
-    ("sample_attention", {"block_size": 48}, ConfigError, "block_size: expected one of 32, 64, 128, got 48"),
-    ("sample_attention", {"return_stats": "all"}, ConfigError, "return_stats: expected one of"),
-    (
-        "sample_attention",
-        {"keys": f32(1, 1, 5, 16), "values": f32(1, 1, 5, 16)},
-        ShapeError,
-        r"^keys: expected at least L=8 keys, got S=5\. Keys include [^\n]*$",
-    ),
-    ("attend_blocks", {"blocks": i32(1, 1, 1, 3)}, ShapeError, "^blocks: expected shape"),
-    ("attend_blocks", {"blocks": f32(1, 2, 1, 3)}, ShapeError, "^blocks: expected integers"),
-    ("attend_blocks", {"block_size": 48}, ConfigError, "block_size: expected one of 32, 64, 128, got 48"),
-]
-# Errors that only one library can have.
-MLX: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("sparq_attention", {"backend": "oracle"}, BackendUnavailable, "got oracle .*mlx_sparse.oracle"),
-    ("sparq_attention", {"backend": "metal"}, BackendUnavailable, r"got metal .MLX finds no Metal GPU"),
-    ("sparq_attention", {"backend": "triton"}, BackendUnavailable, r"got triton .*: .* mlx_sparse.cuda_ref"),
-    ("saap_attention", {"backend": "triton"}, BackendUnavailable, "torch tensors"),
-    (
-        "saap_attention",
-        {"visited": i32(1, 2, 3, number=1 << 30)},
-        ConfigError,
-        "visited: expected buckets of at most 4095, got 1073741824",
-    ),
-]
-TORCH: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("sparq_attention", {"keys_t": Filled((1, 2, 64, 50), "f16")}, ConfigError, "keys_t: expected the type"),
-    ("sparq_attention", {"keys_t": [1]}, ConfigError, "keys_t: expected a torch tensor, got list"),
-    ("sparq_attention", {"left_padding": [None]}, ShapeError, r"left_padding: expected 1 integers, got \[None\]"),
-    ("sparq_attention", {"backend": "ops"}, BackendUnavailable, "expected auto or triton for mlx_sparse.cuda_ref"),
-    ("saap_attention", {"visited": [1]}, ConfigError, "visited: expected a torch tensor, got list"),
-    ("saap_attention", {"backend": "ops"}, BackendUnavailable, "backend: expected auto or triton"),
-    ("saap_route", {"out_weight": i32(2, 32, 20)}, ConfigError, "out_weight: expected float32, float16"),
-    ("saap_route", {"hidden_weight": i32(2, 64, 32)}, ConfigError, "hidden_weight: expected float32, float16"),
-    ("saap_route", {"out_weight": f32(2, 32, 5000)}, ConfigError, "buckets: expected .* at most 4096, got"),
-    ("saap_route", {"backend": "metal"}, BackendUnavailable, "backend: expected auto or triton"),
-    ("attend_blocks", {"blocks": [[1]]}, ConfigError, "blocks: expected a torch tensor, got list"),
-]
-NUMPY: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    (
-        "sparq_attention",
-        {"backend": "ops"},
-        BackendUnavailable,
-        "expected auto or oracle for mlx_sparse.oracle, got ops",
-    ),
-    ("sparq_attention", {"keys": [1]}, ConfigError, "keys: expected a NumPy array, got list"),
-    ("sparq_attention", {"left_padding": 3}, ShapeError, "left_padding: expected shape"),
-]
+# By library: function, changes of its arguments, error class and message.
+BAD = read_tables(__file__)
+ERRORS: dict[str, type[Exception]] = {one.__name__: one for one in (BackendUnavailable, ConfigError, ShapeError)}
 NOT_ON_TORCH = {"streaming_attention", "flexgen_attention", "oracle_top_k_attention", "h2o_attention"}
 ROWS = [
     pytest.param(name, *row, id=f"{name}-{n}-{row[0]}-{'-'.join(row[1])}")
-    for name, rows in (("ops", [*BAD, *MLX]), ("triton", [*BAD, *TORCH]), ("oracle", [*BAD, *NUMPY]))
-    for n, row in enumerate(rows)
+    for name, library in (("ops", "MLX"), ("triton", "torch"), ("oracle", "NumPy"))
+    for n, row in enumerate([*BAD["every library"], *BAD[library]])
     if name != "triton" or row[0] not in NOT_ON_TORCH
 ]
 
 
 @pytest.mark.parametrize(("backend", "function", "change", "error", "message"), ROWS, indirect=["backend"])
 def test_a_wrong_argument_is_a_one_line_error(
-    backend: Any, function: str, change: dict[str, Any], error: type[Exception], message: str
+    backend: Any, function: str, change: dict[str, Any], error: str, message: str
 ) -> None:
     def made(value: Any) -> Any:
-        if not isinstance(value, Filled):
+        """Build the array of a text such as "int32(1, 2, 3) of 7", which has 0 without "of"."""
+        array = re.fullmatch(r"(int32|f\d\d)\((.*)\)(?: of (\d+))?", value) if isinstance(value, str) else None
+        if array is None:
             return value
-        numbers = np.full(value.shape, value.number)
-        return backend.integers(numbers) if value.dtype == "int32" else backend.array(numbers, value.dtype)
+        numbers = np.full([int(length) for length in array[2].split(",")], int(array[3] or 0))
+        return backend.integers(numbers) if array[1] == "int32" else backend.array(numbers, array[1])
 
     given = {name: made(value) for name, value in {**GOOD[function], **change}.items()}
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(ERRORS[error], match=message) as caught:
         getattr(backend.functions, function)(**given)
     assert "\n" not in str(caught.value)
 
@@ -294,7 +171,7 @@ def test_every_function_of_a_backend_loads(function: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["oracle", "ops", "metal"])
 def test_one_file_of_a_backend_defines_a_function(backend: str) -> None:
     package = Path(mlx_sparse.__file__).parent
-    files = [path for pattern in registry.FILES[backend] for path in package.glob(pattern)]
+    files = [path for room in ("core", "methods") for path in package.glob(f"{room}/*/{backend}.py")]
     names = Counter(name for path in files for name in re.findall(r"^def (\w+)", path.read_text(), re.MULTILINE))
     found = {registry.load(function, backend).__name__ for function, other in FOUND if other == backend}
     assert len(found) > 5

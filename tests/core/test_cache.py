@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache, save_prompt_cache
+from short_methods import short
 from tiny_caches import ALL_BUFFERS, COLUMNS, PADDING, D, H, Rows, attend, batch_of, padded, single
 from tiny_models import build, prompt_of
 
@@ -22,15 +23,16 @@ from mlx_sparse.core import reasons
 from mlx_sparse.lm.hooks import ModelHooks, hooks_of
 from mlx_sparse.lm.hooks.h2o import H2OHooks
 from mlx_sparse.lm.hooks.saap import SAAPHooks
-from mlx_sparse.methods import METHODS
-from mlx_sparse.methods.baselines.state import H2OState
-from mlx_sparse.methods.quest.state import QuestState
+from mlx_sparse.methods import METHODS, Quest
 from mlx_sparse.methods.sparq.state import SparQState
 
 CACHES = pytest.mark.parametrize("make", [single, padded])
 
 
-@pytest.mark.parametrize("method", ["sparq", "quest", "h2o"])
+WITH_STATE = ["sparq", Quest.name, "h2o"]
+
+
+@pytest.mark.parametrize("method", WITH_STATE)
 def test_setting_the_cache_state_discards_auxiliary_state(method: str):
     cache = single()
     cache.update_and_fetch(*Rows(1)(5))
@@ -44,9 +46,9 @@ def test_setting_the_cache_state_discards_auxiliary_state(method: str):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_state_and_hooks_are_found_by_name(method: str):
-    states, hooks = {"sparq": SparQState, "quest": QuestState, "h2o": H2OState}, {"saap": SAAPHooks, "h2o": H2OHooks}
-    assert type(single().state_of(method)) is states.get(method, type(None))
-    assert hooks_of(METHODS[method]()) is hooks.get(method, ModelHooks)
+    state = type(single().state_of(method)).__name__
+    assert state == (f"{METHODS[method].__name__}State" if method in WITH_STATE else "NoneType")
+    assert hooks_of(METHODS[method]()) is {"saap": SAAPHooks, "h2o": H2OHooks}.get(method, ModelHooks)
 
 
 @CACHES
@@ -186,13 +188,8 @@ def replace_parts(cache: Any, other: Any) -> None:
         replace_rows(cache, other)
 
 
-EVERY_STATE = [
-    "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0",
-    "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0,key_bits=16",
-    "saap:mode=online,buckets=8,probes=2,recent_tokens=8,merge_every=1,dense_layers=0,dense_below=0",
-    "quest:page_size=4,top_k=8,dense_below=0",
-    "h2o:top_k=8",
-]
+SPARQ = short("sparq", component_score="query_key", reallocate="true")
+EVERY_STATE = [SPARQ, f"{SPARQ},key_bits=16", short("saap", merge_every=1), short(Quest.name), short("h2o")]
 
 
 @pytest.mark.parametrize("attn", EVERY_STATE)
@@ -251,7 +248,7 @@ def test_a_model_that_wraps_its_keys_in_a_dependency_keeps_the_auxiliary_state(
 
 def test_a_batch_with_repeated_rows_but_not_padding_attends_densely():
     model = build()
-    with mlx_sparse.sparse(model, EVERY_STATE[0]) as report:
+    with mlx_sparse.sparse(model, SPARQ) as report:
         single = make_prompt_cache(model)
         model(mx.array([prompt_of(100)]), cache=single)
         caches = [cache.merge([cache]) for cache in single]

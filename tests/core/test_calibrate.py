@@ -12,25 +12,19 @@ import numpy as np
 import pytest
 from forked import Finished, Forks
 from msl import Metal
+from short_methods import having
 from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse import calibrate, cli
-from mlx_sparse.calibrate import (
-    GIVEN,
-    MEASURED,
-    MODELED,
-    Calibration,
-    Layer,
-    Threshold,
-    measurement_key,
-    write_measurement,
-)
+from mlx_sparse.calibrate import GIVEN, MEASURED, MODELED, Calibration, Threshold, timing
+from mlx_sparse.calibrate.files import measurement_key, path_of, read_measurement, read_points, write_measurement
+from mlx_sparse.calibrate.search import MIN_SPEEDUP
+from mlx_sparse.calibrate.timing import Layer
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core.base import Method, Step
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import SAAP, Sample, SparQ, parse, read_toml
-from mlx_sparse.methods.quest.config import Quest
+from mlx_sparse.methods import SAAP, Quest, Sample, SparQ, parse, read_toml
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calibration_folder")]  # timings
 
@@ -42,7 +36,7 @@ LONG = 1 << 20
 def save_measurement(config: Method, layer: Layer, keys: int | None, up_to: int = 65_536) -> None:
     """Save a measurement as if it was made on this machine."""
     points = [[up_to, *[0.5] * 3]] if keys is None else [[keys, *[2.0] * 3]]
-    write_measurement(measurement_key(config, layer), {"points": points, "time": 1})
+    write_measurement(measurement_key(config, layer), {"points": points})
 
 
 def test_without_measurement_the_threshold_is_modeled() -> None:
@@ -50,7 +44,8 @@ def test_without_measurement_the_threshold_is_modeled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attn", "keys"), [("sparq:dense_below=300", 300), ("sparq:top_k=20", 21), ("quest:top_k=64", 65)]
+    ("attn", "keys"),
+    [("sparq:dense_below=300", 300), *((f"{name}:top_k=64", 65) for name in having("top_k", "dense_below"))],
 )
 def test_given_thresholds_are_neither_measured_nor_looked_up(attn: str, keys: int) -> None:
     (config,) = parse(attn)
@@ -82,7 +77,7 @@ def test_measurement_replaces_the_modeled_threshold(keys: int | None, up_to: int
 def test_settings_without_effect_on_time_share_a_measurement() -> None:
     save_measurement(SparQ(), OPS, 700)
     assert Calibration().threshold(SparQ().for_model(qk_norm=False), OPS).value == 700
-    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.5, "best": 0.6, "time": 1})
+    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.5, "best": 0.6})
     assert Calibration().threshold(Sample(alpha_column=0.8, alpha_slash=0.7), PROMPT).value == 0.5
 
 
@@ -129,8 +124,8 @@ def test_measuring_keeps_the_random_state() -> None:
 
 
 def test_timed_rows_are_all_different() -> None:
-    rows = np.array(calibrate._rows(OPS, 1, 3 * calibrate.TILE))[0, 0]
-    assert rows.shape == (3 * calibrate.TILE, 32)
+    rows = np.array(timing._rows(OPS, 1, 3 * timing.TILE))[0, 0]
+    assert rows.shape == (3 * timing.TILE, 32)
     assert len(np.unique(rows, axis=0)) == len(rows)
 
 
@@ -138,7 +133,7 @@ def test_timed_rows_are_all_different() -> None:
 def test_too_little_free_memory_keeps_the_modeled_threshold(
     config: Method, layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(timing, "free_memory", lambda: 1 << 20)
     messages: list[str] = []
     assert Calibration(measures=True, progress=messages.append).threshold(config, layer, LONG).how == MODELED
     assert "MB of free memory are too few" in messages[1]
@@ -146,7 +141,7 @@ def test_too_little_free_memory_keeps_the_modeled_threshold(
 
 def test_damaged_file_is_reported_once_and_replaced() -> None:
     save_measurement(SparQ(), OPS, 700)
-    path = calibrate.path_of(measurement_key(SparQ(), OPS))
+    path = path_of(measurement_key(SparQ(), OPS))
     path.write_text("{")
     messages: list[str] = []
     calibration = Calibration(progress=messages.append)
@@ -167,7 +162,7 @@ BUSY_POINTS = [[2000, 0.7, 0.9, 1.1], [4000, 0.8, 1.2, 1.5], [8000, 1.1, 1.5, 1.
 
 
 def test_measurement_of_a_busy_machine_is_repeated_by_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_measurement(measurement_key(SparQ(), OPS), {"points": BUSY_POINTS, "time": 1})
+    write_measurement(measurement_key(SparQ(), OPS), {"points": BUSY_POINTS})
     found = Calibration().threshold(SparQ(), OPS, LONG)
     assert found == Threshold(8000, MEASURED, 2000, busy=True)
     assert calibrate.describe(SparQ(), found) == (
@@ -176,14 +171,14 @@ def test_measurement_of_a_busy_machine_is_repeated_by_the_next_process(monkeypat
     )
     calibration = Calibration(measures=True, seconds=0.2)
     assert calibration.needs_measurement(SparQ(), OPS)
-    monkeypatch.setattr(Calibration, "pairs", lambda *_, **__: [(2.0, 1.0)] * 5)
+    monkeypatch.setattr(timing, "time_steps", lambda *_, **__: [(2.0, 1.0)] * 5)
     assert calibration.threshold(SparQ(), OPS, LONG) == Threshold(1024, MEASURED)
     assert not calibration.needs_measurement(SparQ(), OPS)
     assert Calibration().threshold(SparQ(), OPS) == Threshold(1024, MEASURED)
 
 
 def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
-    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.3, "best": 0.8, "time": 1_000_000})
+    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.3, "best": 0.8})
     found = Calibration().threshold(Sample(), PROMPT)
     assert found == Threshold(0.3, MEASURED, 0.8, busy=True)
     assert "at most 30% of the blocks are selected (measured on this machine, spread 30% to 80%; " in (
@@ -194,14 +189,12 @@ def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
 @pytest.mark.parametrize(
     ("config", "layer", "result"),
     [
-        (SparQ(), OPS, {"points": [], "time": 1}),
-        (SparQ(), OPS, {"points": [[10**400, 1, 1, 1]], "time": 1}),
-        (SparQ(), OPS, {"points": [[700, 2, 2, 2]]}),
-        (SparQ(), OPS, {"points": [[700, 2, 2, 2]], "time": 10**400}),
-        (Sample(), PROMPT, {"share": 7, "best": 7, "time": 1}),
-        (Sample(), PROMPT, {"share": 10**400, "best": 1, "time": 1}),
-        (Sample(), PROMPT, {"share": True, "best": 1, "time": 1}),
-        (Sample(), PROMPT, {"time": 1}),
+        (SparQ(), OPS, {"points": []}),
+        (SparQ(), OPS, {"points": [[10**400, 1, 1, 1]]}),
+        (Sample(), PROMPT, {"share": 7, "best": 7}),
+        (Sample(), PROMPT, {"share": 10**400, "best": 1}),
+        (Sample(), PROMPT, {"share": True, "best": 1}),
+        (Sample(), PROMPT, {}),
     ],
     ids=str,
 )
@@ -221,7 +214,7 @@ def test_unwritable_folder_limits_a_measurement_to_this_run(
     calibration_folder.write_text("not a folder")
     messages: list[str] = []
     calibration = Calibration(measures=True, seconds=0.2, progress=messages.append)
-    monkeypatch.setattr(Calibration, "pairs", lambda *_, **__: [(2.0, 1.0)] * 5)
+    monkeypatch.setattr(timing, "time_steps", lambda *_, **__: [(2.0, 1.0)] * 5)
     assert calibration.threshold(SparQ(), OPS, LONG) == Threshold(1024, MEASURED)
     assert "It is used for this run only." in messages[-1]
     assert Calibration().threshold(SparQ(), OPS).how == MODELED
@@ -231,7 +224,7 @@ def test_interrupted_measurement_writes_no_file(calibration_folder: Path, monkey
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Calibration, "pairs", interrupted)
+    monkeypatch.setattr(timing, "time_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Calibration(measures=True).threshold(SparQ(), OPS, LONG)
     assert not calibration_folder.exists()
@@ -262,7 +255,7 @@ def _served(model: Any, attn: str) -> tuple[Method, Layer]:
 def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_sparse.methods.sample.config.SAMPLE_DENSE_BELOW", 256)
     model, attn = build("llama"), "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3"
-    write_measurement(measurement_key(*_served(model, attn)), {"share": share, "best": share, "time": 1})
+    write_measurement(measurement_key(*_served(model, attn)), {"share": share, "best": share})
     with mlx_sparse.sparse(model, attn) as report:
         greedy(model, prompt_of(600), 1)
     assert report.prefill.calls == calls
@@ -272,20 +265,20 @@ def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, m
 
 def test_metal_kernels_are_measured_and_saved_by_the_same_code(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test the code that runs on a Mac, from measurement to file. Times in the harness are meaningless."""
-    monkeypatch.setattr(Calibration, "longest", 1024)
-    monkeypatch.setattr(calibrate, "PAIRS", (2, 2))
+    monkeypatch.setattr(calibrate, "LONGEST", 1024)
+    monkeypatch.setattr(timing, "PAIRS", (2, 2))
     layer, messages = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32), list[str]()
     calibration = Calibration(measures=True, seconds=0.01, progress=messages.append)
     found = calibration.threshold(SparQ(), layer, 2444)
     assert len(messages) == 2
-    (point,) = calibration.timed(SparQ(), layer)
+    (point,) = read_points(read_measurement(measurement_key(SparQ(), layer)) or {})
     assert point.S == 1024
-    assert found.value == (1024 if point.low >= calibrate.MIN_SPEEDUP else SparQ().shortest_context(layer.step))
+    assert found.value == (1024 if point.low >= MIN_SPEEDUP else SparQ().shortest_context(layer.step))
 
 
 def test_prefill_on_metal_kernels_is_timed_by_the_same_code(metal: Metal) -> None:
     layer = Layer("metal", Step(1, 1, 32, 4, "g"), mx.float32, 64)
-    result = calibrate.measure_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
+    result = timing.time_prefill(Sample(block_size=32, dense_below=512), layer, 0.01)
     assert 0 <= result["share"] <= result["best"] <= 1
     assert result["S"] == 512
 

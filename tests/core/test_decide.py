@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_sparse.core import reasons
-from mlx_sparse.core.base import NEVER, Method, Prefill
-from mlx_sparse.core.decide import Facts, chunk_refusal, decide, refusal
-from mlx_sparse.methods import Quest, Sample, SparQ, Streaming
+from mlx_sparse.core.base import Method, Prefill
+from mlx_sparse.core.decide import NEVER, Facts, chunk_refusal, decide, refusal
+from mlx_sparse.methods import HyperAttention, Quest, Sample, SparQ, Streaming
 
 CONFIGS = st.sampled_from(
     [SparQ(top_k=8), SparQ(), SparQ(dense_below=30), Quest(page_size=8, top_k=20), Streaming(sink_tokens=1)]
@@ -64,6 +64,9 @@ def test_a_decision_is_valid_until_a_sequence_or_a_measurement_changes_it(
         (SparQ(), Facts(sinks=True), reasons.SINKS),  # one query head per KV head, so SparQ reallocates
         (SparQ(), Facts(4, sinks=True), None),
         (Streaming(), Facts(other_mask=True), reasons.ARRAY_MASK),
+        (SparQ(), Facts(sinks=True, other_mask=True), reasons.SINKS),  # of the layer, not only of this call
+        (SparQ(), Facts(checked=True, prompts_only=True), reasons.CHECKED),
+        (Streaming(), Facts(unready=reasons.UNCOUNTED), reasons.UNCOUNTED),
     ],
 )
 def test_facts_that_exclude_sparse_steps_at_every_length(config: Any, facts: Facts, reason: str | None) -> None:
@@ -78,18 +81,22 @@ def test_a_method_that_saves_nothing_is_dense_at_every_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "L", "S", "masked", "reason"),
+    ("config", "facts", "L", "S", "reason"),
     [
-        (None, 2, 100, None, reasons.A_FEW),
-        (None, 16, 16, None, reasons.PROMPT),
-        (None, 17, 100, None, reasons.PROMPT),
-        (Sample(), 16, 16, None, reasons.A_FEW),
-        (Sample(), 512, 512, reasons.ARRAY_MASK, reasons.ARRAY_MASK),
-        (Sample(), 512, 512, None, reasons.shorter_than(Sample().shortest_context())),
-        (Sample(dense_below=0, block_size=32), 512, 512, None, None),
+        (None, Facts(), 2, 100, reasons.A_FEW),
+        (None, Facts(), 16, 16, reasons.PROMPT),
+        (None, Facts(), 17, 100, reasons.PROMPT),
+        (None, Facts(checked=True), 2, 100, reasons.CHECKED),
+        (None, Facts(checked=True), 16, 16, reasons.PROMPT),
+        (Sample(), Facts(), 16, 16, reasons.A_FEW),
+        (Sample(), Facts(other_mask=True), 512, 512, reasons.ARRAY_MASK),
+        (Sample(), Facts(causal=False), 512, 512, reasons.NOT_CAUSAL),
+        (Sample(), Facts(), 512, 512, reasons.shorter_than(Sample().shortest_context())),
+        (Sample(dense_below=0, block_size=32), Facts(sinks=True), 512, 512, None),
+        (HyperAttention(), Facts(sinks=True), 512, 512, reasons.SINKS),
     ],
 )
 def test_a_chunk_is_dense_for_the_first_reason(
-    config: Prefill | None, L: int, S: int, masked: str | None, reason: str | None
+    config: Prefill | None, facts: Facts, L: int, S: int, reason: str | None
 ) -> None:
-    assert chunk_refusal(config, L, S, masked) == reason
+    assert chunk_refusal(config, facts, L, S) == reason

@@ -171,8 +171,8 @@ def test_a_node_that_keeps_every_key_is_dense(backend: Any, case: Case) -> None:
 
 # The public functions, which select a backend and report the elements moved.
 
-METHODS = ["dense", *(method for method in DECODE if method != "dense")]
-by_method = pytest.mark.parametrize("method", METHODS)
+METHODS = [(name, method) for name in ATTENDING for method in DECODE]
+METHODS += [("ops", method) for method in ("streaming", "flexgen", "oracle_top_k")]
 
 
 @pytest.mark.parametrize("setting", ["paper", "reallocate"])
@@ -200,8 +200,7 @@ def test_keeping_every_key_is_dense_attention_to_the_last_bit(backend: Any, case
 
 @pytest.mark.parametrize("padding", [None, (0, 30)], ids=["", "padded"])
 @pytest.mark.parametrize("L", [2, 69])
-@by_method
-@by_attending
+@pytest.mark.parametrize(("backend", "method"), METHODS, indirect=["backend"])
 def test_several_queries_are_attended_densely_and_causally(
     backend: Any, method: str, L: int, padding: tuple[int, ...] | None
 ) -> None:

@@ -197,9 +197,7 @@ def test_only_pinned_libraries_are_used(tmp_path: Path, monkeypatch: pytest.Monk
     first, *_ = blas.LIBRARIES
     folder = build_directory(tmp_path / "b", lambda new: [(new / name).write_text("other") for name in blas.LIBRARIES])
     check_directory(folder)
-    with pytest.raises(
-        ValueError, match=rf"{folder}/{first}: expected a library of OpenBLAS, got another file\. Delete"
-    ):
+    with pytest.raises(ValueError, match=rf"{first}: expected a library of OpenBLAS, got another file\. Delete"):
         blas.checked(folder)
 
 

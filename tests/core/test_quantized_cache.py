@@ -83,14 +83,14 @@ def test_public_functions_accept_quantized_rows(backend: Any) -> None:
     best = reference.sparq_select(q, keys, rank=64, top_k=32, local_window=8, left_padding=case.padding).indices
     pages, _ = oracle.quest_select(q, keys, page_size=16, top_k=32, left_padding=case.padding)
     for name, more, chosen in (
-        ("quest", {}, pages),
-        ("oracle_top_k", {"local_window": 8}, best),
-        ("sparq", {"rank": 64}, best),
+        ("quest_attention", {}, pages),
+        ("oracle_top_k_attention", {"local_window": 8}, best),
+        ("sparq_attention", {"rank": 64}, best),
     ):
-        wanted = getattr(reference, f"{name}_attention")(q, keys, values, left_padding=case.padding, **more, top_k=32)
+        wanted = getattr(reference, name)(q, keys, values, left_padding=case.padding, **more, top_k=32)
         plain = plain_attention(q, keys, values, chosen, case.D**-0.5, case.dtype)
-        if hasattr(packed.functions, f"{name}_attention"):
-            found = packed.numpy(packed.public(f"{name}_attention", case, **given, **more))
+        if hasattr(packed.functions, name):
+            found = packed.numpy(packed.public(name, case, **given, **more))
             assert_as_good_as_plain(found, wanted, plain, case.dtype)
     with pytest.raises(ShapeError, match="values: expected the shape of keys"):
         q, k, v = packed.arrays(case)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from forked import BIN, Finished, Forks, start, without_blas
+from json_tables import read_tables
 from saap_artefacts import BUCKETS, write_artefact
 from tiny_models import build, prompt_of, words, write
 
@@ -117,40 +118,10 @@ UNQUANTIZABLE = {
     "heads that a smaller group divides": ("wide", "quantization group size 64.* Set --kv-group-size 32, or drop"),
 }
 
-# By name: arguments after "mlx_lm.generate --model llama", and a pattern of the one-line error.
-BAD: dict[str, tuple[list[str], str]] = {
-    "unknown method": (["--attn", "flash"], "attn: expected one of .*sparq.*, got 'flash'"),
-    "no such backend": (["--attn", "sparq", "--attn-backend", "tpu"], r"backend: .*got tpu \(unknown; this version"),
-    "a backend for torch": (
-        ["--attn", "sparq", "--attn-backend", "triton"],
-        r"backend: .*got triton \(it takes torch tensors: .* mlx_sparse\.cuda_ref",
-    ),
-    "recall without a prefill method": (
-        [*SPARSE, "--attn-report", "recall"],
-        "--attn-report: expected text, full, json or off with --attn sparq, got recall",
-    ),
-    "unknown report": (["--attn-report", "xml"], "--attn-report: invalid choice: 'xml' "),
-    "no number of drafts": ([*SPARSE, "--lossless", "many"], "--lossless: invalid int value: 'many'"),
-    "a long option": ([*SPARSE, "--prompt-cache-file", "x" * 1000], f"--prompt-cache-file: .* got {'x' * 200}[.]{{2}}"),
-    "a folder as artefact": (["--attn", "saap:artefact=llama"], r"llama: expected .*, got none .* \(a folder\)"),
-    "missing TOML": (["--attn-config", "none.toml"], "attn-config: expected a readable TOML file, got none.toml"),
-    "family without the seam": (["--model", "gemma2", *SPARSE], "model: expected attention .*, got gemma2"),
-    "--attn twice": ([*SPARSE, *SPARSE], "--attn: expected this option once, got it twice"),
-    "no such model": ([*SPARSE, "--model", "nowhere/at/all"], "--model: expected a model .*, got nowhere/at/all"),
-    "--lossless alone": (["--lossless"], "--lossless: expected --attn METHOD for the drafts, got none"),
-    "--lossless for prompts": ([*BOTH, "--lossless"], "lossless: expected a decode method only, got sample"),
-    "no config.json": ([*SPARSE, "--model", "."], r"--model: expected a model .*config\.json"),
-    "no prompt cache": (
-        [*SPARSE, "--prompt-cache-file", "no.safetensors"],
-        "--prompt-cache-file: expected an existing file",
-    ),
-    "artefact of another model": (
-        ["--attn", "saap:artefact=other.saap.safetensors,probes=2"],
-        "artefact: expected one trained on this model",
-    ),
-    # These weights cannot be loaded, so the error must come first.
-    "--max-kv-size": (["--model", "no_weights", *SPARSE, "--max-kv-size", "8"], "--max-kv-size: .* for qwen3"),
-}
+# By name: arguments after "mlx_lm.generate --model llama", and a pattern of the one-line error. With no_weights, the
+# error must come before the load.
+TEXTS = {"sparse": " ".join(SPARSE), "both": " ".join(BOTH), "long": "x" * 1000}
+BAD = {name: (argv.format(**TEXTS).split(), error) for name, (argv, error) in read_tables(__file__).items()}
 CHAT = "w1 w2 w3 w4 w5 w6 w7\nw8 w9\nr\nw3 w4 w5 w6 w7\nq\n"
 
 

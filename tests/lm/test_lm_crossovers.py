@@ -13,7 +13,7 @@ from tiny_models import build
 import mlx_sparse
 from mlx_sparse.api.call_report import Report
 from mlx_sparse.calibrate import GIVEN, MODELED, Calibration, Threshold, describe
-from mlx_sparse.core.base import NEVER
+from mlx_sparse.core.decide import NEVER
 from mlx_sparse.lm.model import enable, plan_of
 from mlx_sparse.methods import Sample, SparQ
 

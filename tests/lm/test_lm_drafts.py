@@ -20,6 +20,7 @@ import tiny_models
 from cases import covering
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from json_tables import read_tables
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -36,6 +37,8 @@ from mlx_sparse.lm.speculative import generation
 from mlx_sparse.lm.speculative.draft_length import MAX_DRAFTS
 from mlx_sparse.lm.speculative.generation import UNEVEN, check_options, make_lossless
 from mlx_sparse.model_info import leaves
+
+DATA = read_tables(__file__)
 
 SPARQ = "sparq:rank=2,top_k=8,dense_below=0"
 GOOD = "sparq:rank=16,top_k=96,key_bits=16,dense_below=0"  # most drafts are accepted
@@ -381,18 +384,7 @@ def test_cache_quantized_during_an_answer_equals_dense_decoding(
         assert all(mx.array_equal(*pair) for pair in zip(dense, ours, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("attn", "options", "message"),
-    [
-        ("sample+sparq", {}, "lossless: expected a decode method only, got sample, which makes prefill sparse."),
-        ("sample", {}, "lossless: expected a decode method only, got sample, which makes prefill sparse."),
-        ("h2o", {}, "lossless: expected a decode method that can draft, got h2o, which cannot"),
-        ("dense", {}, "lossless: expected a decode method that can draft, got none."),
-        ("sparq", {"draft_tokens": 8}, "lossless: expected 1 to 7 drafts for each check, got 8."),
-        ("sparq", {"draft_tokens": 0}, "lossless: expected 1 to 7 drafts for each check, got 0."),
-        ("sparq", {"lossless": False, "draft_tokens": 2}, "draft_tokens: expected None without lossless, got 2."),
-    ],
-)
+@pytest.mark.parametrize(("attn", "options", "message"), DATA["methods"])
 def test_unsupported_methods_are_refused_in_one_line(attn: str, options: dict[str, Any], message: str) -> None:
     model = build()
     with pytest.raises(ConfigError) as error:
@@ -400,15 +392,7 @@ def test_unsupported_methods_are_refused_in_one_line(attn: str, options: dict[st
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "generates", "message"),
-    [
-        ({}, False, "--lossless: expected a command that generates from one prompt, got mlx_lm.evaluate."),
-        ({"draft_model": "a"}, True, "--lossless: expected no --draft-model, got both options. Drop one option."),
-        ({"max_kv_size": 8}, True, "--lossless: expected no --max-kv-size, got both options. Drop one option."),
-        ({"batch_size": 2}, True, "--lossless: expected one sequence at a time, got --batch-size 2."),
-    ],
-)
+@pytest.mark.parametrize(("options", "generates", "message"), DATA["options"])
 def test_conflicting_options_are_refused_in_one_line(options: dict[str, Any], generates: bool, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_options(argparse.Namespace(**options), "mlx_lm.evaluate", generates=generates)
@@ -468,7 +452,7 @@ def test_draft_length_on_metal_is_limited_by_the_kernel(
     model = build(family, **{**eight, **options})
     mlx_sparse.enable(model, SPARQ, lossless=True, backend=backend)
     try:
-        assert generation.Run(plan_of(model), model).draft_length.most == drafts
+        assert generation.Run(plan_of(model), model, generation.Options()).draft_length.most == drafts
     finally:
         mlx_sparse.disable(model)
 

@@ -12,7 +12,8 @@ import pytest
 from cases import covering
 from lm_prompts import SAMPLE, SPARQ, tiny_tokenizer
 from mlx_lm import batch_generate
-from saap_artefacts import ONLINE, WINDOW, write_artefact
+from saap_artefacts import WINDOW, write_artefact
+from short_methods import having, short
 from tier import some
 from tiny_models import build, prompt_of
 
@@ -33,21 +34,17 @@ def model() -> Any:
     return build()
 
 
-DECODE = {
-    "sparq": SPARQ,
+DECODE = {name: short(name) for name in having("dense_below")}
+DECODE |= {
     "sample+sparq": f"{SAMPLE}+{SPARQ}",
     "saap trained": f"saap:artefact={{artefact}},probes=2,dense_layers=0,{WINDOW}",
-    "saap online": f"{ONLINE},probes=2",
-    "quest": "quest:page_size=8,top_k=32,dense_below=0",
 }
 METHODS = {
     **DECODE,
     **{f"{name} of long contexts": text.replace("dense_below=0", "dense_below=75") for name, text in DECODE.items()},
     "sample": SAMPLE,
-    "sample+saap online": f"{SAMPLE}+{ONLINE},probes=2",
-    "streaming": "streaming:recent_tokens=20",
-    "flexgen": "flexgen:top_k=24",
-    "oracle_top_k": "oracle_top_k:top_k=24",
+    "sample+saap": f"{SAMPLE}+{short('saap')}",
+    **{name: short(name) for name in ("streaming", "flexgen", "oracle_top_k")},
 }
 
 

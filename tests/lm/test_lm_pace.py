@@ -126,17 +126,12 @@ def test_draft_length_fits_the_kernel(G: int, mlx: int, ours: int) -> None:
 
 def test_slow_verification_is_discarded_after_its_pause() -> None:
     draft_length, checks = DraftLength(), 0
-    while draft_length.pauses == 0:
+    while draft_length.pauses == 0 or checks < 40:
+        paused = draft_length.pauses > 0
         drafts, timed = draft_length.next_draft(10**6)
+        checks += paused and drafts > 0
         if drafts:
-            draft_length.note_check(drafts, drafts, (0.1 * drafts, 50.0) if timed else None)
-        else:
-            draft_length.note_step(1.0 if timed else None)
-    while checks < 40:
-        drafts, timed = draft_length.next_draft(10**6)
-        checks += drafts > 0
-        if drafts:
-            draft_length.note_check(drafts, drafts, (0.1 * drafts, 1.0) if timed else None)
+            draft_length.note_check(drafts, drafts, (0.1 * drafts, 1.0 if paused else 50.0) if timed else None)
         else:
             draft_length.note_step(1.0 if timed else None)
     assert draft_length.pauses == 1

@@ -10,26 +10,25 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
+from saap_artefacts import BUCKETS
+from short_methods import having, short
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
-from mlx_sparse.calibrate import Calibration, Layer, measurement_key
+from mlx_sparse.calibrate.files import measurement_key
+from mlx_sparse.calibrate.timing import Layer, time_steps
 from mlx_sparse.core import reasons
 from mlx_sparse.core.base import Step
 from mlx_sparse.lm import seam
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import METHODS, SparQ
+from mlx_sparse.methods import SparQ
 
 LAYERS, PROMPT, STEPS = 2, 300, 8
 QUANTIZED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
-EVERY_KEY = {
-    "sparq": "sparq:top_k=400,dense_below=0",
-    "saap": "saap:mode=online,buckets=4,probes=4,recent_tokens=32,dense_below=0,dense_layers=0",
-    "quest": "quest:top_k=400,dense_below=0",
-    "streaming": "streaming:recent_tokens=400",
-}
+EVERY_KEY = {name: short(name, top_k=400) for name in having("top_k", "dense_below")}
+EVERY_KEY |= {"streaming": short("streaming", recent_tokens=400), "saap": short("saap", probes=BUCKETS)}
 
 
 def rows_of(shape: tuple[int, ...], seed: int, dtype: mx.Dtype = mx.float16) -> mx.array:
@@ -44,15 +43,11 @@ def test_all_keys_of_a_quantized_cache_give_mlx_lms_tokens(method: str):
         assert [token for token, _ in generate_step(prompt, model, max_tokens=STEPS, **QUANTIZED)] == expected
 
 
-@pytest.mark.parametrize("method", [name for name, cls in METHODS.items() if cls.sparse and cls.stage == "decode"])
+@pytest.mark.parametrize("method", having())
 def test_every_decode_method_serves_a_cache_quantized_during_prefill(method: str):
-    spec = {"saap": "saap:mode=online,buckets=8,probes=2,recent_tokens=32,dense_below=0", "quest": "quest:top_k=64"}
-    text = spec.get(method, f"{method}:{'recent_tokens' if method == 'streaming' else 'top_k'}=40")
     options = {**QUANTIZED, "quantized_kv_start": 120, "prefill_step_size": 100, "max_tokens": STEPS}
-    if method in ("quest", "sparq"):
-        text += ",dense_below=0"
     model = build(head_dim=32)
-    with mlx_sparse.sparse(model, text) as report:
+    with mlx_sparse.sparse(model, short(method)) as report:
         assert len(list(generate_step(mx.array(prompt_of(PROMPT)), model, **options))) == STEPS
     assert report.sparse_calls >= (STEPS - 1) * report.served_layers, str(report)
 
@@ -137,8 +132,7 @@ def test_thresholds_of_quantized_caches_are_measured_separately(monkeypatch: pyt
     monkeypatch.setattr(SparseQuantizedKVCache, "attend", record_caches(SparseQuantizedKVCache.attend, made))
     packed, plain = (Layer("ops", Step(2, 3, 64, 2, packed=form), mx.float16, 1) for form in ((4, 32), None))
     config = SparQ(component_score="query", reallocate=False)
-    calibration = Calibration()
-    assert calibration.pairs(config, packed, 512, 0.05)
+    assert time_steps(config, packed, 512, 0.05)
     assert {(cache.bits, cache.group_size, cache.length >= 512) for cache in made} == {(4, 32, True)}
     assert measurement_key(config, packed) != measurement_key(config, plain)
     assert packed.row == 2 * 2 * (64 // 2 + 2 * 2 * 64 // 32) < plain.row == 2 * 2 * 64 * 2

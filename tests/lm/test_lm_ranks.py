@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import benchmark
-from rank_processes import run_ranks, start_ranks
+from rank_processes import run_ranks, started_ranks
 from run_ranks import CUTS, METHODS
 from saap_artefacts import write_artefact
 from servers import Server, free_port, reports_in
@@ -156,7 +156,7 @@ def test_differing_options_are_named_unless_local(folder: Path, tmp_path: Path):
 
     same = "expected the same value on all ranks, got"
     assert message({}, {}, {"port": 2}) is None
-    assert message({}, {"attn": "quest"}, {}) == f"--attn: {same} sparq on ranks 0 and 2 and quest on rank 1."
+    assert message({}, {"attn": "h2o"}, {}) == f"--attn: {same} sparq on ranks 0 and 2 and h2o on rank 1."
     assert message({"pipeline": True}, {}) == f"--pipeline: {same} yes on rank 0 and no on rank 1."
     assert message({}, {"attn": None, "pipeline": True}) == f"--attn: {same} sparq on rank 0 and none on rank 1."
     texts = message({"prompt": "w1 " * 99}, {"prompt": "w2 " * 99})
@@ -215,17 +215,12 @@ def test_lost_ranks_are_told_apart_from_other_runtime_errors():
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_lost_rank_is_a_one_line_error(killed: int, folder: Path):
-    processes = start_ranks(lambda rank: [*BENCHMARK, "-n", "1000000", *SPARSE], folder)
-    try:
+    with started_ranks(lambda rank: [*BENCHMARK, "-n", "1000000", *SPARSE], folder) as processes:
         assert processes[0].stdout
         while not processes[0].stdout.readline().startswith("Trial 2"):
             assert processes[0].poll() is None, processes[0].communicate()
         processes[killed].kill()
         _, err = processes[1 - killed].communicate(timeout=60)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
     assert processes[1 - killed].returncode == 2, err
     (line,) = [line for line in err.splitlines() if "error: " in line]
     assert line.startswith("mlx_lm.benchmark: error: ranks: expected all ranks to run this command to the end, got: ")
@@ -237,15 +232,10 @@ def test_server_on_two_ranks_reports_rank_0(folder: Path):
     server = Server.__new__(Server)
     server.port = free_port()
     argv = ["mlx_lm.server", "--model", "model", "--port", str(server.port), *SPARSE, "--attn-report", "json"]
-    processes = start_ranks(lambda rank: argv, folder, stdout=False)
-    server.process = processes[0]
-    try:
+    with started_ranks(lambda rank: argv, folder, stdout=False) as processes:
+        server.process = processes[0]
         server.wait_until_up()
         assert server.ask("w1 w2 w3 w4 w5 w6 w7 w8")
         (report,) = reports_in(server.interrupt())
         assert report["served_layers"] == LAYERS
         assert report["sparse_calls"] >= LAYERS * STEPS
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()

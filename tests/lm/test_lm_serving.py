@@ -9,7 +9,7 @@ from mlx_lm import server
 
 from mlx_sparse.api.call_report import Counts, Report
 from mlx_sparse.lm import serving
-from mlx_sparse.lm.command import Session
+from mlx_sparse.lm.session import Session
 from mlx_sparse.lm.statistics import PrefillStatistics
 
 

@@ -20,7 +20,6 @@ from tier import some
 from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse import methods
 from mlx_sparse.api.call_report import IN_FLIGHT, Counts, Report
 from mlx_sparse.lm.rope import Recorder, ropes
 
@@ -53,10 +52,6 @@ def test_eight_threads_equal_single_threads_while_the_report_is_read(method: str
     assert line["report"] == line["expected"], "the report equals that of sequential runs"
     _, figures = line["report"]
     assert figures["sparse_calls"] > 0 or figures["prefill"]["calls"] > 0
-
-
-def test_every_method_of_the_table_runs_in_threads():
-    assert {name for names in METHODS for name in names.partition(":")[0].split("+")} == {*methods.METHODS} - {"dense"}
 
 
 def test_reading_the_report_evaluates_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -153,8 +153,8 @@ def test_threads_enable_models_at_the_same_time(
 def test_attn_of_a_command_takes_precedence(folder: Path) -> None:
     code = "import sys; sys.argv[0] = 'mlx_lm.generate'; from mlx_lm.generate import main; main()"
     asked = ["--model", folder, "--prompt", "w3 w4", "--max-tokens", "2"]
-    _, err = program(code, *asked, "--attn", "quest:page_size=4,top_k=8,dense_below=0", MLX_SPARSE_ATTN=SPARSE)
-    assert "MLX_SPARSE_ATTN" not in err and "[mlx-sparse] quest" in err
+    _, err = program(code, *asked, "--attn", "streaming:recent_tokens=8", MLX_SPARSE_ATTN=SPARSE)
+    assert "MLX_SPARSE_ATTN" not in err and "[mlx-sparse] streaming" in err
     _, err = program(code, *asked, "--attn", "dense", MLX_SPARSE_ATTN=SPARSE)
     assert "mlx-sparse" not in err
     _, err = program(code, *asked, MLX_SPARSE_ATTN=SPARSE)

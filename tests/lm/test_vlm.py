@@ -15,8 +15,7 @@ from mlx_vlm import apc
 from mlx_vlm.models import base
 from mlx_vlm.models import cache as vlm_caches
 from mlx_vlm.turboquant import TurboQuantKVCache
-from tiny_models import prompt_of
-from vlm_models import caches_of, call, greedy
+from tiny_models import caches_of, call, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache import kv_cache
@@ -168,11 +167,11 @@ def test_a_changed_interface_raises_with_the_version(model: Any, monkeypatch: py
 
 def test_two_libraries_in_one_process_are_independent(model: Any) -> None:
     other = tiny_models.build()
-    expected = tiny_models.greedy(other, prompt_of(PROMPT), STEPS)[0]
+    expected = greedy(other, prompt_of(PROMPT), STEPS)[0]
     with mlx_sparse.sparse(model, SPARSE) as report:
-        assert tiny_models.greedy(other, prompt_of(PROMPT), STEPS)[0] == expected
+        assert greedy(other, prompt_of(PROMPT), STEPS)[0] == expected
         with mlx_sparse.sparse(other, SPARSE) as second:
-            tiny_models.greedy(other, prompt_of(PROMPT), STEPS)
+            greedy(other, prompt_of(PROMPT), STEPS)
     assert report.sparse_calls == 0 < second.sparse_calls
 
 
@@ -191,7 +190,7 @@ def test_a_wrapped_model_of_mlx_lm_is_served_with_the_caches_of_mlx_vlm(model: A
     LanguageModel.__module__ = base.__name__
     wrapped, inner = LanguageModel(tiny_models.build()), tiny_models.build()
     with mlx_sparse.sparse(model, SPARSE), mlx_sparse.sparse(inner, SPARSE):
-        expected = tiny_models.greedy(inner, prompt_of(PROMPT), STEPS)[1]
+        expected = greedy(inner, prompt_of(PROMPT), STEPS)[1]
     with mlx_sparse.sparse(wrapped, SPARSE) as report:
         assert mx.array_equal(greedy(wrapped, prompt_of(PROMPT), STEPS)[1], expected)
     assert report.sparse_calls == report.served_layers * STEPS

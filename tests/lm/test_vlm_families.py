@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 import family_models
 import mlx.core as mx
+import models_survey
 import pytest
 import tier
 import vlm_models
@@ -42,7 +43,5 @@ def test_mistral4_is_sparse_in_every_layer() -> None:
     model = vlm_models.of_config({"model_type": "mistral3", "text_config": text, "vision_config": vision})
     mx.eval(model.parameters())
     with mlx_sparse.sparse(model, vlm_table.FEW) as report:
-        caches = vlm_models.caches_of(model)
-        for tokens in (family_models.prompt_of(vlm_table.PROMPT), [1]):
-            mx.eval(vlm_models.call(model, [tokens], caches))
+        models_survey.step_logits(model, family_models.prompt_of(vlm_table.PROMPT), [1])
     assert report.sparse_calls == report.served_layers == report.layers == text["num_hidden_layers"]

@@ -24,7 +24,8 @@ from mlx_sparse.onnx_export.runtime.runner import Runner
 from require import absent
 
 import mlx_sparse
-from mlx_sparse.methods.saap.artefact import Artefact, Layer, identity, kv_shapes
+from mlx_sparse.methods.saap.artefact import Artefact, Layer
+from mlx_sparse.model_info import identity, kv_shapes
 
 # With few keys and few components, another selection would change the generated tokens.
 SPARQ = "sparq:rank=4,top_k=16,local_window=4,dense_below=0,key_bits=16"  # component-major keys

@@ -14,7 +14,7 @@ from typing import Any
 import family_models
 import mlx.core as mx
 import mlx_lm.models
-from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import caches_of, call
 
 from mlx_sparse.api.call_report import Report
 from mlx_sparse.core import reasons
@@ -125,7 +125,7 @@ def _survey(family: str, module: ModuleType) -> Facts:
         found.how = "probed"
     unseen = found.dense.pop(reasons.OWN_ATTENTION, 0)
     calls = found.served["sparq"] + sum(found.dense.values())
-    caches = make_prompt_cache(model)
+    caches = caches_of(model)
     with_keys = [any(map(_has_keys, leaves(cache))) for cache in caches]
     states = min(with_keys.count(False), len(model.layers) - with_keys.count(True))
     names = {part for name, _ in model.named_modules() for part in name.split(".")}
@@ -173,14 +173,19 @@ def _run(model: Any, found: Facts) -> None:
 
 
 def _logits(model: Any, report: Report | None = None) -> mx.array:
+    prompt = family_models.prompt_of(PROMPT + STEPS)
+    return step_logits(model, prompt[:PROMPT], prompt[PROMPT:], report)
+
+
+def step_logits(model: Any, prompt: list[int], tokens: list[int], report: Report | None = None) -> mx.array:
     """Return the logits of decode steps after a prompt. ``report`` then counts the dense calls of these steps only."""
-    cache = make_prompt_cache(model)
-    mx.eval(model(mx.array([family_models.prompt_of(PROMPT)]), cache=cache))
+    cache = caches_of(model)
+    mx.eval(call(model, [prompt], cache))
     if report is not None:
         report.dense_calls = Counter()
     rows = []
-    for token in family_models.prompt_of(PROMPT + STEPS)[PROMPT:]:
-        rows.append(model(mx.array([[token]]), cache=cache)[:, -1].astype(mx.float32))
+    for token in tokens:
+        rows.append(call(model, [[token]], cache)[:, -1].astype(mx.float32))
         mx.eval(rows)
     logits = mx.concatenate(rows)
     return mx.where(logits == -mx.inf, 0, logits)  # logits of tokens that a family masks

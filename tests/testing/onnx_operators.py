@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,9 +12,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import reference
-import tier
 from cases import SOME_CASES, Array, Case, assert_as_good_as_plain, every_parameter, plain_sparq, round_to
-from hypothesis import HealthCheck, settings
 from mlx_sparse.onnx_export.operators import CODE_RECORD, coded_axes
 from mlx_sparse.onnx_export.runtime import native
 from onnx import ModelProto
@@ -34,15 +30,6 @@ TYPES = {
     f"tensor({name})": np.dtype(kind)
     for name, kind in (("float", "f4"), ("int64", "i8"), ("int16", "i2"), ("uint8", "u1"))
 }
-# Format of the native kernels' error messages.
-ONE_LINE = re.compile(r"Status Message: \w+: \w+: expected [^\n]+, got [^\n]+\.$")
-fuzz = settings(
-    max_examples=int(os.environ.get("MLX_SPARSE_FUZZ", "100" if tier.every else "40")),
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    database=None,
-)
 LANES = 64  # keys per component-major chunk in the tests
 CACHES = {"lanes": LANES, "dense_below": 0}
 
@@ -76,15 +63,6 @@ def without_shapes(model: ModelProto) -> ModelProto:
         info.type.tensor_type.ClearField("shape")
     del model.functions[:]
     return model
-
-
-def unaligned(array: Array) -> Array:
-    """Return a copy of the array at an odd memory address."""
-    raw = np.zeros(array.nbytes + 2, np.uint8)
-    start = 1 + raw.ctypes.data % 2
-    made = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    made[...] = array
-    return made
 
 
 def ort_value(array: Array) -> ort.OrtValue:

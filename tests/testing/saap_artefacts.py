@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_sparse.methods import SAAP
-from mlx_sparse.methods.saap.artefact import Artefact, Layer, identity, kv_shapes
+from mlx_sparse.methods.saap.artefact import Artefact, Layer
+from mlx_sparse.model_info import identity, kv_shapes
 
 BUCKETS = 8
 PROMPT, STEPS, LAYERS = 60, 30, 2

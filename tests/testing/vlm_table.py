@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,6 @@ import family_models
 import mlx.core as mx
 import models_survey
 import vlm_models
-from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_sparse
 from mlx_sparse.lm.model import NothingServed
@@ -32,7 +31,6 @@ FEW = "sparq:rank=4,top_k=4,dense_below=0"
 PROMPT, STEPS = 40, 4
 CRASHES = {"phi3small": "not run: mlx-vlm's dense model ends Python with a segmentation fault on a CPU"}
 PARTS = {"mistral4"}  # mlx-vlm loads this text model only inside mistral3: test_vlm_families.py
-Call = Callable[[list[int], list[Any]], mx.array]
 
 # For example, mlx-vlm reads the RoPE base of gemma3_text from another field, and always scales internlm's RoPE.
 APART = "The libraries implement these families differently, so the dense logits differ too. Largest differences"
@@ -93,32 +91,20 @@ def facts(family: str) -> Facts:
 def _compare(found: Facts) -> None:
     ours, theirs = vlm_models.any_pair(found.family)
 
-    def ours_logits() -> mx.array:
-        return _logits(lambda tokens, caches: ours(mx.array([tokens]), cache=caches), make_prompt_cache(ours))
+    prompt = family_models.prompt_of(PROMPT)
 
-    def theirs_logits() -> mx.array:
-        caches = vlm_models.caches_of(theirs)
-        return _logits(lambda tokens, caches: vlm_models.call(theirs, [tokens], caches), caches)
+    def logits(model: Any) -> mx.array:
+        return models_survey.step_logits(model, prompt, prompt[:STEPS])
 
-    first, dense = ours_logits(), theirs_logits()
+    first, dense = logits(ours), logits(theirs)
     found.dense_difference = _difference(first, dense)
     with mlx_sparse.sparse(theirs, FEW) as report:
-        sparse = theirs_logits()
+        sparse = logits(theirs)
     found.layers, found.served, found.dense = report.layers, report.served_layers, dict(report.dense_layers)
     with mlx_sparse.sparse(ours, FEW):
-        found.sparse_difference = _difference(ours_logits(), sparse)
+        found.sparse_difference = _difference(logits(ours), sparse)
     found.shows = _difference(sparse, dense) > 1e-2 * float(mx.abs(dense).max())
-    found.restored = bool(mx.array_equal(theirs_logits(), dense).item())
-
-
-def _logits(call: Call, caches: list[Any]) -> mx.array:
-    prompt = family_models.prompt_of(PROMPT)
-    rows = [call(prompt, caches)[:, -1]]
-    for token in prompt[:STEPS]:
-        rows.append(call([token], caches)[:, -1])
-        mx.eval(rows)
-    logits = mx.concatenate(rows[1:])
-    return mx.where(logits == -mx.inf, 0, logits)  # logits of tokens that a family masks
+    found.restored = bool(mx.array_equal(logits(theirs), dense).item())
 
 
 def _difference(a: mx.array, b: mx.array) -> float:

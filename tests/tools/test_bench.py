@@ -22,7 +22,7 @@ from json_tables import read_tables
 
 from mlx_sparse import cli, oracle
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.methods import parse
+from mlx_sparse.methods import SAAP, Quest, SparQ, parse
 from mlx_sparse.tools.bench import command, core, inputs
 from mlx_sparse.tools.bench.core import Case, Request, Shape, Spread, Variant
 from mlx_sparse.tools.formats import Printer
@@ -159,7 +159,7 @@ def test_skipped_cases_are_rows_and_wrong_results_fail() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "text", ["sparq:rank=8,local_window=32", "oracle_top_k:local_window=32", "streaming", "quest:top_k=64"]
+    "text", ["sparq:rank=8,local_window=32", "oracle_top_k:local_window=32", "streaming", f"{Quest.name}:top_k=64"]
 )
 def test_planted_decode_problem_matches_the_oracle(text: str, dtype: str) -> None:
     (config,) = parse(text)
@@ -272,7 +272,7 @@ def rows_of(*arguments: str, code: int = 0) -> list[dict[str, Any]]:
     return json.loads(printed.getvalue())["rows"]
 
 
-DECODE = ["sparq", "sparq:key_bits=16", "quest:top_k=32", "streaming", "flexgen", "oracle_top_k"]
+DECODE = ["sparq", "sparq:key_bits=16", f"{Quest.name}:top_k=32", "streaming", "flexgen", "oracle_top_k"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -324,7 +324,7 @@ def test_wrong_mlx_results_are_not_timed(stage: str, monkeypatch: pytest.MonkeyP
 def test_metal_kernels_pass_the_check(metal: Any) -> None:
     from mlx_sparse.tools.bench import mlx_variants
 
-    methods = [parse(text)[0] for text in ("sparq", "saap:recent_tokens=100", "quest:top_k=64")]
+    methods = [SparQ(), SAAP(recent_tokens=100), Quest(top_k=64)]
     case = Case("float16", Shape(4, 2, 64), 1, 1024)
     request = Request("step", methods, ["metal"], [case], 1, math.inf)
     assert [row.note for row in core.measure(case, mlx_variants.variants(request, case), 1)] == [None] * 3

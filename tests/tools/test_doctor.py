@@ -16,8 +16,9 @@ from mlx_lm.models.cache import KVCache
 from tiny_models import write
 
 from mlx_sparse import calibrate, cli
+from mlx_sparse.calibrate.files import measurement_key, write_measurement
 from mlx_sparse.core import registry
-from mlx_sparse.methods import METHODS
+from mlx_sparse.methods import METHODS, Quest
 from mlx_sparse.tools import doctor, measure
 
 DATA = read_tables(__file__)
@@ -70,8 +71,8 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     ]
     with measure.planned(model, "sparq:rank=4", "auto", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
-        answer = {"points": [[3000, 2.0, 2.0, 2.0]], "time": 1}
-        calibrate.write_measurement(calibrate.measurement_key(config, layer), answer)
+        answer = {"points": [[3000, 2.0, 2.0, 2.0]]}
+        write_measurement(measurement_key(config, layer), answer)
     code, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sparq:rank=4", "--json")
     found = json.loads(out)["model"]
     assert (code, found["layers"], found["served_layers"]) == (0, 4, 2)
@@ -85,11 +86,11 @@ def test_doctor_names_the_other_conditions_of_a_stored_measurement(
     tmp_path: Path, calibration_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     model, attn = str(write(tmp_path / "tiny", "qwen3")), "sparq:rank=4"
-    monkeypatch.setattr(calibrate, "in_use", lambda: "another")
+    monkeypatch.setattr(calibrate.files, "in_use", lambda: "another")
     with measure.planned(model, attn, "auto", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
-        key = calibrate.measurement_key(config, layer)
-        calibrate.write_measurement(key, {"points": [[3000, 2.0, 2.0, 2.0]], "time": 1})
+        key = measurement_key(config, layer)
+        write_measurement(key, {"points": [[3000, 2.0, 2.0, 2.0]]})
     (calibration_folder / "damaged.json").write_text("[]")
 
     def lines(*attn: str) -> list[str]:
@@ -100,9 +101,9 @@ def test_doctor_names_the_other_conditions_of_a_stored_measurement(
     assert lines(attn) == ["sparse at 3,000 keys and longer (measured on this machine)"]
     modeled = "sparse at 2,048 keys and longer (modeled)"
     assert lines("sparq:rank=8") == [modeled, "sparq was measured with the same layer shape but other settings"]
-    monkeypatch.setattr(calibrate, "in_use", lambda: "a third")
+    monkeypatch.setattr(calibrate.files, "in_use", lambda: "a third")
     assert lines(attn) == [modeled, "sparq was measured with the same layer shape but other BLAS"]
-    assert lines("quest") == ["sparse at 4,096 keys and longer (modeled)"]
+    assert lines(Quest.name) == ["sparse at 4,096 keys and longer (modeled)"]
 
 
 def test_doctor_reports_why_a_model_is_unsupported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

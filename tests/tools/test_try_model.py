@@ -17,10 +17,10 @@ from tiny_models import build, greedy, prompt_of, write
 import mlx_sparse
 from mlx_sparse import cli
 from mlx_sparse.calibrate import Calibration
-from mlx_sparse.core.base import NEVER
+from mlx_sparse.core.decide import NEVER
 from mlx_sparse.methods import parse
 from mlx_sparse.tools import comparison
-from mlx_sparse.tools.comparison import PREFILL_CHUNK, Comparison, compare, encode_prompt, prefill
+from mlx_sparse.tools.comparison import PREFILL_CHUNK, Comparison, Length, compare, encode_prompt, prefill
 from mlx_sparse.tools.try_model import AFTER_KEY, KEY, MARGIN, QUESTION, advice, show, split_text
 
 TEXT = " ".join(f"w{i % 90}" for i in range(700))
@@ -32,14 +32,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
 
 
-def run(folder: Path, attn: str = SPARSE, **options: Any) -> Comparison:
+def run(
+    folder: Path, attn: str = SPARSE, *, context: int | None = 300, seconds: float = 90.0, **options: Any
+) -> Comparison:
     model, tokenizer = load(str(folder))  # type: ignore[misc]
     given: dict[str, Any] = {
         "prompt": encode_prompt(tokenizer, TEXT, " w1 w2"),
         "config": parse(attn)[0],
-        "context": 300,
-        "margin": MARGIN,
-        "seconds": 90.0,
+        "length": Length(context, MARGIN, seconds),
         "max_tokens": 6,
         "calibration": Calibration(),
     }

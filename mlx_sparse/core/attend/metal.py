@@ -11,6 +11,7 @@ from ..launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, RowFormat, intege
 from ..packed_rows import Rows
 from ..select.metal import ITEMS
 from .metal_merge import GROUPS, UNSPLIT, merging
+from .metal_rows import attend_rows as attend_rows  # the registry finds it here
 
 # MLX's own kernels compute dense attention. `dense_lse` is no part of a decode step.
 from .ops import dense_attention as dense_attention
@@ -98,16 +99,11 @@ def attend_indices(
 ) -> tuple[mx.array, mx.array]:
     """Compute exact attention of one query per head over the listed keys (sparq.7).
 
+    See `core.attend.ops.attend_indices` for the other arguments and the results.
+
     Args:
-        queries: ``(B, Hq, 1, D)``.
         keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
             Both buffers are arrays, or both are quantized with the same bits and group size.
-        indices: ``(B, Hkv, N)`` int key indices. A number that is not a key index, such as -1, is an empty slot.
-        counts: ``(B, Hkv)`` number of used slots at the start of each list. If None, all slots are used.
-
-    Returns:
-        ``out (B, Hq, 1, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, 1)``. If a list has only empty slots,
-        its out is 0 and its lse is -inf.
     """
     B, Hq, _, _ = queries.shape
     if indices.shape[2] == 0:

@@ -20,14 +20,6 @@ _ROWS = ("queries", "keys", "values")
 ROWS = Kernel("attend_rows", "attend_rows.h", (*_ROWS, "left_padding", "length", "scale"), ("out", "lse"))
 
 
-def supports(D: int, rows: int) -> bool:
-    """Return True if the kernel supports head dimension ``D`` and ``rows`` query rows per KV head.
-
-    The head dimension must be a multiple of 16 and at most 256.
-    """
-    return D % 16 == 0 and D <= 256 and rows <= METAL_ROWS
-
-
 def shape_of(D: int, itemsize: int, rows: int) -> tuple[int, int]:
     """Return the number of query rows per threadgroup, and the number of keys that a threadgroup stages at once.
 

@@ -87,15 +87,7 @@ def _merging(B: int, Hkv: int, left: int, top_k: int) -> Launch:
 
 
 def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
-    """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
-
-    Args:
-        scores: float32 ``(B, Hkv, S)``. Scores of invalid keys are ignored. -inf is never selected, and NaN counts as
-            +inf.
-
-    Returns:
-        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, padded with -1. Ties go to the lower index.
-    """
+    """Select ``top_k`` keys (sparq.6). See `core.attend.ops.top_k_select`. Ties go to the lower index."""
     B, Hkv, S = scores.shape
     bits, indices = top_k_scores_launch(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
     return merge(bits, indices, min(top_k, S))[1]

@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ def generate_step(prompt: mx.array, model: nn.Module, *stream: Any, **options: A
     if state is None or state[0].lossless is None:
         steps: Iterator[tuple[int, mx.array]] = original(prompt, model, *stream, **options)
         return steps
-    return Run(state[0], model, *stream, **options).tokens(prompt)
+    return Run(state[0], model, Options(*stream, **options)).tokens(prompt)
 
 
 _wraps: list[Callable[..., object]] = []  # one entry for each lossless model
@@ -92,54 +92,56 @@ class Result:
     keep: Callable[[int], None]
 
 
+@dataclass(frozen=True)
+class Options:
+    """Options of mlx-lm's `generate_step`, with its defaults. If ``stream`` is None, use mlx-lm's stream."""
+
+    stream: mx.Stream | None = None
+    max_tokens: int = 256
+    sampler: Callable[[mx.array], mx.array] | None = None
+    logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None
+    max_kv_size: int | None = None
+    prompt_cache: list[Any] | None = None
+    prefill_step_size: int = 2048
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    prompt_progress_callback: Callable[[int, int], object] | None = None
+    input_embeddings: mx.array | None = None
+
+
 class Run:
-    """Self-speculative generation for one prompt. The arguments are the arguments of mlx-lm's `generate_step`.
+    """Self-speculative generation for one prompt.
 
     Raises:
         ConfigError: the prompt consists of embeddings, or the cache does not store all keys.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        stream: mx.Stream | None = None,
-        *,
-        max_tokens: int = 256,
-        sampler: Callable[[mx.array], mx.array] | None = None,
-        logits_processors: list[Callable[[mx.array, mx.array], mx.array]] | None = None,
-        max_kv_size: int | None = None,
-        prompt_cache: list[Any] | None = None,
-        prefill_step_size: int = 2048,
-        kv_bits: int | None = None,
-        kv_group_size: int = 64,
-        quantized_kv_start: int = 5000,
-        prompt_progress_callback: Callable[[int, int], object] | None = None,
-        input_embeddings: mx.array | None = None,
-    ) -> None:
-        if input_embeddings is not None:
+    def __init__(self, plan: Plan, model: nn.Module, options: Options) -> None:
+        if options.input_embeddings is not None:
             raise ConfigError("lossless: expected a prompt of tokens, got embeddings. Run without lossless.")
-        if max_kv_size is not None:
-            raise ConfigError(f"lossless: expected a cache that stores all keys, got max_kv_size={max_kv_size}.")
+        if options.max_kv_size is not None:
+            size = options.max_kv_size
+            raise ConfigError(f"lossless: expected a cache that stores all keys, got max_kv_size={size}.")
         self.plan, self.model = plan, model
-        self.stream = generate.generation_stream if stream is None else stream
-        self.max_tokens = max_tokens
-        self.sampler = sampler or greedy
-        self.processors = logits_processors or []
-        self.cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
+        self.stream = generate.generation_stream if options.stream is None else options.stream
+        self.max_tokens = options.max_tokens
+        self.sampler = options.sampler or greedy
+        self.processors = options.logits_processors or []
+        self.cache = make_prompt_cache(model) if options.prompt_cache is None else options.prompt_cache
         if any(getattr(cache, "keep", 0) for cache in leaves(self.cache)):
             # In such a cache, several queries in one call would not attend to the first keys, but a single query would.
             raise ConfigError("lossless: expected a cache that stores all keys, got a rotating one (--max-kv-size).")
-        self.chunk = prefill_step_size
+        self.chunk = options.prefill_step_size
         self.quantize = functools.partial(
             generate.maybe_quantize_kv_cache,
             self.cache,
-            quantized_kv_start=quantized_kv_start,
-            kv_group_size=kv_group_size,
-            kv_bits=kv_bits,
+            quantized_kv_start=options.quantized_kv_start,
+            kv_group_size=options.kv_group_size,
+            kv_bits=options.kv_bits,
         )
-        self.quantizes = kv_bits is not None
-        self.progress = prompt_progress_callback or (lambda done, all: None)
+        self.quantizes = options.kv_bits is not None
+        self.progress = options.prompt_progress_callback or (lambda done, all: None)
         self.draft_length = DraftLength(plan.lossless or None, self._longest_draft())
         self.history: mx.array | None = None  # tokens in the caches, for logits processors
         self.length = 0  # number of tokens in the caches

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...checks import check_int, check_local_window
 from ...core import stats
 from ...core.base import Method
 
@@ -32,13 +32,10 @@ class Streaming(Method):
     reads: ClassVar[str] = "the first 16 and the last 112 keys"
     plot_style: ClassVar[tuple[str, str]] = ("#E69F00", "D")
     budget_setting: ClassVar[str] = "recent_tokens"
+    limits: ClassVar[Mapping[str, int]] = {"sink_tokens": 0, "recent_tokens": 1}
 
     sink_tokens: int = 16
     recent_tokens: int = 112
-
-    def __post_init__(self) -> None:
-        check_int("sink_tokens", self.sink_tokens, 0)
-        check_int("recent_tokens", self.recent_tokens, 1)
 
     @property
     def attended(self) -> int:
@@ -63,14 +60,11 @@ class H2O(Method):
     )
     plot_style: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     budget_setting: ClassVar[str] = "top_k"
+    limits: ClassVar[Mapping[str, int]] = {"top_k": 1}
     observes_prefill: ClassVar[bool] = True
 
     top_k: int = 128
     local_window: int | None = None
-
-    def __post_init__(self) -> None:
-        check_int("top_k", self.top_k, 1)
-        check_local_window(self.local_window, self.top_k)
 
     def supports_sinks(self, G: int) -> bool:
         return False
@@ -96,11 +90,9 @@ class FlexGen(Method):
     reads: ClassVar[str] = "every key, and the values with the `top_k` largest weights"
     plot_style: ClassVar[tuple[str, str]] = ("#CC79A7", "v")
     budget_setting: ClassVar[str] = "top_k"
+    limits: ClassVar[Mapping[str, int]] = {"top_k": 1}
 
     top_k: int = 128
-
-    def __post_init__(self) -> None:
-        check_int("top_k", self.top_k, 1)
 
     def supports_sinks(self, G: int) -> bool:
         return False
@@ -124,13 +116,10 @@ class OracleTopK(Method):
     reads: ClassVar[str] = "every key; attends to the best `top_k` keys. An upper bound of quality that saves nothing"
     plot_style: ClassVar[tuple[str, str]] = ("#009E73", "^")
     budget_setting: ClassVar[str] = "top_k"
+    limits: ClassVar[Mapping[str, int]] = {"top_k": 1}
 
     top_k: int = 128
     local_window: int | None = None
-
-    def __post_init__(self) -> None:
-        check_int("top_k", self.top_k, 1)
-        check_local_window(self.local_window, self.top_k)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         return streaming_elements(S, D, top_k=self.attended)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...checks import ConfigError, check_block_size, check_int, check_share
+from ...checks import ConfigError, check_share
 from ...core.base import Prefill
 from ...core.blocks.layout import MINFERENCE_ROWS, Layout
 
@@ -21,15 +22,15 @@ class StreamingPrefill(Prefill):
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
     reads: ClassVar[str] = "a window and the first keys"
     plot_style: ClassVar[tuple[str, str]] = ("#E69F00", "D")
+    limits: ClassVar[Mapping[str, int]] = {"sink_tokens": 0}
 
     block_size: int = 64
     sink_tokens: int = 4
     window: float = 0.08
 
     def __post_init__(self) -> None:
-        check_int("sink_tokens", self.sink_tokens, 0)
+        super().__post_init__()
         check_share("window", self.window)
-        check_block_size(self.block_size)
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,11 @@ class MInference(Prefill):
     source: ClassVar[str] = "MInference, arXiv 2407.02490"
     reads: ClassVar[str] = "a fixed number of key blocks and distances with most of a sample's attention"
     plot_style: ClassVar[tuple[str, str]] = ("#882255", "s")
+    limits: ClassVar[Mapping[str, int]] = {"vertical_tokens": 1, "slash_tokens": 1}
 
     block_size: int = 64
     vertical_tokens: int = 1000
     slash_tokens: int = 6096
-
-    def __post_init__(self) -> None:
-        check_int("vertical_tokens", self.vertical_tokens, 1)
-        check_int("slash_tokens", self.slash_tokens, 1)
-        check_block_size(self.block_size)
 
     def layout(self, L: int, S: int) -> Layout:
         return Layout(L, S, 1, self.block_size, rows=MINFERENCE_ROWS)
@@ -65,6 +62,7 @@ class BigBird(Prefill):
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
     reads: ClassVar[str] = "a window, the first keys and random blocks"
     plot_style: ClassVar[tuple[str, str]] = ("#999933", "v")
+    limits: ClassVar[Mapping[str, int]] = {"random_blocks": 0}
 
     block_size: int = 64
     window: float = 0.08
@@ -72,10 +70,9 @@ class BigBird(Prefill):
     random_blocks: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_share("window", self.window)
         check_share("global_share", self.global_share)
-        check_int("random_blocks", self.random_blocks, 0)
-        check_block_size(self.block_size)
 
 
 @dataclass(frozen=True)
@@ -98,6 +95,7 @@ class HyperAttention(Prefill):
         "dense attention here"
     )
     plot_style: ClassVar[tuple[str, str]] = ("#CC79A7", "X")
+    limits: ClassVar[Mapping[str, int]] = {"bucket_size": 1, "sampled_keys": 1, "hash_bits": 1, "exact_rows": 1}
 
     bucket_size: int = 256
     sampled_keys: int = 256
@@ -105,12 +103,9 @@ class HyperAttention(Prefill):
     exact_rows: int = 4096
 
     def __post_init__(self) -> None:
-        check_int("bucket_size", self.bucket_size, 1)
-        check_int("sampled_keys", self.sampled_keys, 1)
-        check_int("hash_bits", self.hash_bits, 1)
+        super().__post_init__()
         if self.hash_bits > 16:
             raise ConfigError(f"hash_bits: expected 1..16, got {self.hash_bits}.")
-        check_int("exact_rows", self.exact_rows, 1)
 
     def supports_sinks(self, G: int) -> bool:
         """Return False. Sinks need a log-sum-exp that includes sampling weights, and HyperAttention returns none."""
@@ -129,11 +124,12 @@ class HashSparse(Prefill):
     source: ClassVar[str] = "Sparse Flash Attention, arXiv 2306.01160"
     reads: ClassVar[str] = "the keys with the query's hash. For comparison: no faster than dense attention here"
     plot_style: ClassVar[tuple[str, str]] = ("#44AA99", "P")
+    limits: ClassVar[Mapping[str, int]] = {"buckets": 2}
 
     buckets: int = 16
 
     def __post_init__(self) -> None:
-        check_int("buckets", self.buckets, 2)
+        super().__post_init__()
         if self.buckets % 2:
             raise ConfigError(f"buckets: expected an even number, got {self.buckets}.")
 

@@ -8,6 +8,7 @@ pairs and then mask the scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,8 @@ from ...core.blocks.ops import attend_blocks, batch_size, block_lists, merge_kep
 from ..sample.ops import sample_scores
 from .block_patterns import Pattern, bigbird_pattern, streaming_pattern
 from .lsh_spans import Span, pieces, sampled, signs
+
+Result = tuple[mx.array, mx.array, mx.array]
 
 
 def minference_attention(
@@ -28,7 +31,7 @@ def minference_attention(
     slash_tokens: int,
     block_size: int,
     scale: float,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> Result:
     """Run MInference on the key blocks and offset bins that the last 64 queries attend to most (sample.12)."""
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, MINFERENCE_ROWS)
     scores = sample_scores(queries, keys, chunks=1, block_size=block_size, scale=scale, rows=MINFERENCE_ROWS)
@@ -38,49 +41,30 @@ def minference_attention(
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 
-def bigbird_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    window: float,
-    global_share: float,
-    random_blocks: int,
-    block_size: int,
-    scale: float,
-) -> tuple[mx.array, mx.array, mx.array]:
+def bigbird_attention(queries: mx.array, keys: mx.array, values: mx.array, **settings: Any) -> Result:
     """Run BigBird: attend to a window of recent keys, the first key blocks and random key blocks (sample.13)."""
-    layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
-    pattern = bigbird_pattern(layout, window=window, global_share=global_share, random_blocks=random_blocks)
-    return _static(queries, keys, values, pattern, block_size, scale)
+    return _attend_pattern(bigbird_pattern, queries, keys, values, **settings)
 
 
-def streaming_prefill_attention(
+def streaming_prefill_attention(queries: mx.array, keys: mx.array, values: mx.array, **settings: Any) -> Result:
+    """Run StreamingLLM in prefill: attend to the first key blocks and to a window of recent keys (sample.14)."""
+    return _attend_pattern(streaming_pattern, queries, keys, values, **settings)
+
+
+def _attend_pattern(
+    pattern: Callable[..., Pattern],
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     *,
-    sink_tokens: int,
-    window: float,
     block_size: int,
     scale: float,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Run StreamingLLM in prefill: attend to the first key blocks and to a window of recent keys (sample.14)."""
-    layout = Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0)
-    pattern = streaming_pattern(layout, sink_tokens=sink_tokens, window=window)
-    return _static(queries, keys, values, pattern, block_size, scale)
-
-
-def _static(
-    queries: mx.array, keys: mx.array, values: mx.array, pattern: Pattern, block_size: int, scale: float
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Attend to the key blocks in ``pattern (R, Nk)``, which is the same for all heads and sequences."""
-    mask = mx.array(np.broadcast_to(pattern, (*queries.shape[:2], *pattern.shape)))
-    blocks = block_lists(mask)
+    **settings: Any,
+) -> Result:
+    """Attend to the key blocks in a pattern ``(R, Nk)``, which is the same for all heads and sequences."""
+    mask = pattern(Layout(queries.shape[2], keys.shape[2], 1, block_size, rows=0), **settings)
+    blocks = block_lists(mx.array(np.broadcast_to(mask, (*queries.shape[:2], *mask.shape))))
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
-
-
-Result = tuple[mx.array, mx.array, mx.array]
 
 
 def hash_codes(vectors: mx.array, buckets: int) -> mx.array:

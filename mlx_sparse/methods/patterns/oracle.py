@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,64 +54,38 @@ def select_largest(scores: Array, count: int) -> Array:
 
 
 def minference_attention(
-    queries: npt.ArrayLike,
-    keys: npt.ArrayLike,
-    values: npt.ArrayLike,
-    *,
-    vertical_tokens: int,
-    slash_tokens: int,
-    block_size: int,
-    scale: float,
+    queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, *, block_size: int, scale: float, **budgets: int
 ) -> Result:
     """Run MInference: attend to the key blocks that `minference_select` selects (sample.12)."""
-    budgets = {"vertical_tokens": vertical_tokens, "slash_tokens": slash_tokens}
     blocks = minference_select(queries, keys, **budgets, block_size=block_size, scale=scale)
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 
-def bigbird_attention(
-    queries: npt.ArrayLike,
-    keys: npt.ArrayLike,
-    values: npt.ArrayLike,
-    *,
-    block_size: int,
-    scale: float,
-    **pattern: Any,
-) -> Result:
-    """Run BigBird (sample.13). The arguments ``pattern`` are the shares and the random blocks of `bigbird_pattern`."""
-    mask = bigbird_pattern(_layout(queries, keys, block_size), **pattern)
-    return _attend_blocks(queries, keys, values, mask, block_size, scale)
+def bigbird_attention(queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, **settings: Any) -> Result:
+    """Run BigBird: attend to the key blocks in a `bigbird_pattern` (sample.13)."""
+    return _attend_pattern(bigbird_pattern, queries, keys, values, **settings)
 
 
 def streaming_prefill_attention(
+    queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, **settings: Any
+) -> Result:
+    """Run StreamingLLM in prefill: attend to the first key blocks and to ``window * S`` recent keys (sample.14)."""
+    return _attend_pattern(streaming_pattern, queries, keys, values, **settings)
+
+
+def _attend_pattern(
+    pattern: Callable[..., Pattern],
     queries: npt.ArrayLike,
     keys: npt.ArrayLike,
     values: npt.ArrayLike,
     *,
-    sink_tokens: int,
-    window: float,
     block_size: int,
     scale: float,
+    **settings: Any,
 ) -> Result:
-    """Run StreamingLLM in prefill: attend to the first key blocks and to ``window * S`` recent keys (sample.14)."""
-    mask = streaming_pattern(_layout(queries, keys, block_size), sink_tokens=sink_tokens, window=window)
-    return _attend_blocks(queries, keys, values, mask, block_size, scale)
-
-
-def _layout(queries: npt.ArrayLike, keys: npt.ArrayLike, block_size: int) -> Layout:
-    return Layout(np.shape(queries)[2], np.shape(keys)[2], 1, block_size, rows=0)
-
-
-def _attend_blocks(
-    queries: npt.ArrayLike,
-    keys: npt.ArrayLike,
-    values: npt.ArrayLike,
-    pattern: Pattern,
-    block_size: int,
-    scale: float,
-) -> Result:
-    """Attend to the key blocks in ``pattern (R, Nk)``, which is the same for every head."""
-    blocks = block_lists(np.broadcast_to(pattern, (*np.shape(queries)[:2], *pattern.shape)))
+    """Attend to the key blocks in a pattern ``(R, Nk)``, which is the same for every head."""
+    mask = pattern(Layout(np.shape(queries)[2], np.shape(keys)[2], 1, block_size, rows=0), **settings)
+    blocks = block_lists(np.broadcast_to(mask, (*np.shape(queries)[:2], *mask.shape)))
     return *attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale), blocks
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...checks import check_int
-from ...core.base import NEVER, Method, Step
+from ...core.base import Method, Step
 from ...core.cost import ENOUGH_SAVED
+from ...core.decide import NEVER
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,11 @@ class Quest(Method):
     )
     plot_style: ClassVar[tuple[str, str]] = ("#F0E442", "P")
     budget_setting: ClassVar[str] = "top_k"
+    limits: ClassVar[Mapping[str, int]] = {"page_size": 1, "top_k": 1}
 
     page_size: int = 16
     top_k: int = 1024
     dense_below: str | int = "auto"
-
-    def __post_init__(self) -> None:
-        if self.dense_below != "auto":
-            check_int("dense_below", self.dense_below, 0)
-        check_int("page_size", self.page_size, 1)
-        check_int("top_k", self.top_k, 1)
 
     @property
     def attended(self) -> int:
@@ -68,12 +64,8 @@ class Quest(Method):
         return self.attended + 1 + math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + row * self.attended) / saved)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return quest_elements(S, D, top_k=self.attended, page_size=self.page_size)
+        """Return ``2 P D + 2 k D + 2 D`` (quest.6).
 
-
-def quest_elements(S: int, D: int, *, top_k: int, page_size: int) -> int:
-    """Return the number of elements that a Quest decode step moves, ``2 P D + 2 k D + 2 D`` (quest.6).
-
-    The step reads two bounds of P pages and k = ``top_k`` keys and values, and writes one key and one value.
-    """
-    return 2 * -(-S // page_size) * D + 2 * min(top_k, S) * D + 2 * D
+        A step reads two bounds of P pages and k = ``attended`` keys and values, and writes one key and one value.
+        """
+        return 2 * -(-S // self.page_size) * D + 2 * min(self.attended, S) * D + 2 * D

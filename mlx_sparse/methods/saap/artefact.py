@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,17 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+from safetensors import SafetensorError, safe_open
 
 from ... import __version__
 from ...checks import MAX_BUCKETS, ArtefactError
+from ...files import replace_file
 from ...model_info import identity, kv_shapes, model_type, recorded_facts
 from ...model_parts import Part, part_of
-from .tensors import read_tensors, refuse, write_tensors
 
 if TYPE_CHECKING:
     from mlx import nn
-
-__all__ = ["MAX_HIDDEN", "Artefact", "Layer", "identity", "kv_shapes", "load", "versions"]
 
 FORMAT = 1
 SPACE = "before_rope"  # value of "space" in the file: keys are clustered before RoPE
@@ -29,6 +30,8 @@ NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,8}})\.({'|'.join(('centroids', *NETWORK))})")
 WORD = re.compile(r"[\w.-]{1,64}")  # model family or hash; limited, because error messages contain it
 MAX_HIDDEN = 1024  # largest hidden size that the kernels support
+TYPES = ("F16", "F32")
+QUOTED = 120  # maximum length of a problem description in an error message, in characters
 
 
 @dataclass(frozen=True)
@@ -253,3 +256,51 @@ def _layers(path: Path, tensors: Mapping[str, mx.array], buckets: int, hidden: i
         if shapes != wanted or min(heads, D) < 1:
             raise refuse(path, f"tensors of other shapes in layer {index}")
     return {index: Layer(**by_layer[index]) for index in sorted(by_layer)}
+
+
+def read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Read a safetensors file. Return a dict from tensor name to tensor, and the metadata.
+
+    Raises:
+        ArtefactError: the file cannot be read, is truncated or damaged, or has tensors of unsupported types.
+    """
+    if not os.path.isfile(path):  # noqa: PTH113 - reading a pipe could block; False for a name that is too long
+        raise refuse(path, f"none that can be read ({'a folder' if path.is_dir() else 'no file'})")
+    try:
+        with safe_open(path, framework="mlx") as file:
+            names = list(file.keys())
+            if any(file.get_slice(name).get_dtype() not in TYPES for name in names):
+                raise refuse(path, f"tensors of other types than {' and '.join(TYPES)}")
+            return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise refuse(path, f"none that can be read ({error})") from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None) -> None:
+    """Write float16 and float32 tensors to a safetensors file.
+
+    Raises:
+        ArtefactError: ``path`` does not end in .safetensors. MLX would append this suffix.
+        OSError: the file cannot be written. An existing file is unchanged.
+    """
+    if path.suffix != ".safetensors":
+        raise ArtefactError(f"path: expected a file name that ends in .safetensors, got {path}.")
+    whole = {name: mx.contiguous(array) for name, array in tensors.items()}
+
+    def write(new: Path) -> None:
+        try:
+            mx.save_safetensors(str(new), whole, dict(metadata or {}))
+            with safe_open(new, framework="mlx"):
+                pass
+        except (SafetensorError, RuntimeError):
+            # MLX does not report why a write failed, and sometimes reports no error. safe_open above detects that.
+            raise OSError(errno.ENOSPC, "the file was not written completely (disk full?)", str(path)) from None
+
+    replace_file(path, write)
+
+
+def refuse(path: Path, found: str) -> ArtefactError:
+    """Return an `ArtefactError` about ``path``. ``found`` describes the problem and is cut to `QUOTED` characters."""
+    found = " ".join(found.split())
+    found = found if len(found) <= QUOTED else f"{found[:QUOTED]}..."
+    return ArtefactError(f"{path}: expected a file written by mlx-sparse train-saap, got {found}. Train it again.")

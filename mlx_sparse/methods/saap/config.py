@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ...checks import MAX_BUCKETS, ConfigError, check_choice, check_int
 from ...core import stats
-from ...core.base import NEVER, Method, Step
+from ...core.base import Method, Step
 from ...core.cost import ENOUGH_SAVED, GATHERED_ROW, ROUTING_HEADS
+from ...core.decide import NEVER
 
 ONLINE_BUCKETS = 256
 
@@ -44,6 +46,7 @@ class SAAP(Method):
     )
     plot_style: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
     budget_setting: ClassVar[str] = "probes"
+    limits: ClassVar[Mapping[str, int]] = {"sink_tokens": 0, "recent_tokens": 1, "dense_layers": 0, "merge_every": 1}
     pre_rope: ClassVar[bool] = True
 
     artefact: str | None = None
@@ -66,15 +69,10 @@ class SAAP(Method):
             check_int("buckets", self.buckets, 1, MAX_BUCKETS)
             if self.mode != "online":
                 raise ConfigError("buckets: expected none with mode=trained, got one. The artefact sets it.")
+        super().__post_init__()
         check_int("probes", self.probes, 1, MAX_BUCKETS)
         if self.mode == "online" and self.probes > self.fitted_buckets:
             raise ConfigError(f"probes: expected at most buckets={self.fitted_buckets}, got {self.probes}.")
-        check_int("sink_tokens", self.sink_tokens, 0)
-        check_int("recent_tokens", self.recent_tokens, 1)
-        check_int("dense_layers", self.dense_layers, 0)
-        check_int("merge_every", self.merge_every, 1)
-        if self.dense_below != "auto":
-            check_int("dense_below", self.dense_below, 0)
 
     @property
     def file(self) -> str | None:

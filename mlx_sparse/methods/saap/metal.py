@@ -57,16 +57,7 @@ def saap_route(
     hidden_bias: mx.array | None = None,
     probes: int,
 ) -> mx.array:
-    """Select the buckets that each KV head visits (saap.8).
-
-    Args:
-        queries: pre-RoPE queries ``(B, Hq, 1, D)``.
-        out_weight, out_bias: output layer, ``(Hkv, H, C)`` and ``(Hkv, C)``. If there is no hidden layer, H is D.
-        hidden_weight, hidden_bias: hidden layer, ``(Hkv, D, H)`` and ``(Hkv, H)``; None if there is no hidden layer.
-
-    Returns:
-        Ascending int32 bucket ids ``(B, Hkv, probes)``. A NaN score counts as +inf.
-    """
+    """Select the buckets that each KV head visits (saap.8). See `methods.saap.ops.saap_route`."""
     B, Hq, _, D = queries.shape
     Hkv, _, C = out_weight.shape
     G = Hq // Hkv
@@ -104,18 +95,7 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys that a decode step attends to (saap.10).
-
-    Args:
-        visited: ``(B, Hkv, n)`` distinct int bucket ids. A number that is not a bucket id is an empty slot.
-        offsets, key_ids: results of `saap_index` for the first ``covered`` keys.
-        covered: number of keys in the index, as an int or as int32 ``(B,)``.
-        capacity: length of each list. Keys that do not fit are omitted.
-
-    Returns:
-        int32 ``indices (B, Hkv, capacity)``, padded with -1, and int32 ``counts (B, Hkv)``, the number of keys per
-        list. Each list contains the sinks, then the keys outside the index, then the keys of the visited buckets.
-    """
+    """List the keys that a decode step attends to (saap.10). See `methods.saap.ops.saap_indices`."""
     B, Hkv, slots = visited.shape
     if slots == 0:
         visited, slots = mx.full((B, Hkv, 1), -1, mx.int32), 1

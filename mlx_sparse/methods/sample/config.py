@@ -66,9 +66,8 @@ class Sample(Prefill):
     ranges: tuple[SampleRange, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_sample(self.alpha_column, self.alpha_slash, self.chunks, self.block_size)
-        if self.dense_below != "auto":
-            check_int("dense_below", self.dense_below, 0)
         if self.dense_above != "auto":
             check_share("dense_above", self.dense_above)
         object.__setattr__(self, "ranges", _read_ranges(self.ranges))

@@ -54,19 +54,12 @@ def sample_scores(
     rows: int | None = None,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Sum the softmax weights of the sampled queries in each region, per key block and per offset bin.
-
-    An offset bin is a range of ``block_size`` distances between query and key.
+    """Sum the softmax weights of the sampled queries in each region. See `methods.sample.ops.sample_scores`.
 
     Args:
         queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
         keys: ``(B, Hkv, capacity, D)`` buffer, which is not copied if queries and keys have the same type. The first
             ``length`` rows are in use.
-        rows: number of query rows that are sampled per region. If None, it is ``block_size``.
-
-    Returns:
-        The sums ``column`` per key block (sample.4) and ``slash`` per offset bin (sample.5), both float32
-        ``(B, Hq, C, Nk)``.
     """
     queries, keys = of_one_type(queries, keys)
     B, Hq, L, D = queries.shape

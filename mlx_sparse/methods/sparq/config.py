@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
-from ...checks import check_choice, check_int, check_local_window, check_rank
+from ...checks import check_choice, check_rank
 from ...core import stats
-from ...core.base import NEVER, Method, Step
+from ...core.base import Method, Step
 from ...core.cost import ENOUGH_SAVED
+from ...core.decide import NEVER
 from .scoring_keys import KEY_BITS
 
 
@@ -72,6 +73,7 @@ class SparQ(Method):
     )
     plot_style: ClassVar[tuple[str, str]] = ("#0072B2", "o")
     budget_setting: ClassVar[str] = "top_k"
+    limits: ClassVar[Mapping[str, int]] = {"rank": 1, "top_k": 1}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Measured setting: the default of the method.
         "default": {"component_score": "auto", "key_bits": 4},
@@ -91,11 +93,7 @@ class SparQ(Method):
     dense_below: str | int = "auto"
 
     def __post_init__(self) -> None:
-        if self.dense_below != "auto":
-            check_int("dense_below", self.dense_below, 0)
-        check_int("rank", self.rank, 1)
-        check_int("top_k", self.top_k, 1)
-        check_local_window(self.local_window, self.top_k)
+        super().__post_init__()
         check_choice("reallocate", self.reallocate, ("auto", True, False))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
         check_choice("key_bits", self.key_bits, KEY_BITS)

@@ -7,16 +7,25 @@ source. `assets.models` fetches nothing before the user has accepted the license
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ...checks import ArtefactError
 from ...extras import require
 from ...files import cache_directory
-from .smollm2 import BLOCK_NAMES, SPECIAL_TOKEN, join, mlx_name, write_model
-from .store import build_directory, check_file, fetch, write_json
+from .smollm2 import (
+    BLOCK_NAMES,
+    ROLES,
+    SPECIAL_TOKEN,
+    common_config,
+    join,
+    mlx_name,
+    write_model,
+    write_tokenizer_config,
+)
+from .store import build_directory, check_file, fetch
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -88,35 +97,18 @@ def convert(gguf: Path, target: Path, sha256: str = GGUF_SHA256) -> Path:
 
 def model_config(reader: GGUFReader) -> dict[str, Any]:
     """Build the content of mlx-lm's ``config.json`` from the GGUF metadata."""
-    if (architecture := _field(reader, "general.architecture")) != "gemma3":
-        raise ArtefactError(f"general.architecture: expected gemma3, got {architecture!r}. Use another GGUF file.")
-
-    def number(key: str) -> Any:
-        return _field(reader, f"gemma3.{key}")
-
-    head_dim = number("attention.key_length")
-    return {
+    config = common_config("gemma3", partial(_field, reader))
+    head_dim = _field(reader, "gemma3.attention.key_length")
+    return config | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "hidden_size": number("embedding_length"),
-        "num_hidden_layers": number("block_count"),
-        "intermediate_size": number("feed_forward_length"),
-        "num_attention_heads": number("attention.head_count"),
-        "num_key_value_heads": number("attention.head_count_kv"),
         "head_dim": head_dim,
         "query_pre_attn_scalar": head_dim,
-        # GGUF stores float32; seven digits restore the original decimal number.
-        "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.7g}"),
-        "rope_theta": float(f"{number('rope.freq_base'):.7g}"),
         "rope_local_base_freq": LOCAL_ROPE_THETA,
-        "sliding_window": number("attention.sliding_window"),
+        "sliding_window": _field(reader, "gemma3.attention.sliding_window"),
         "sliding_window_pattern": SLIDING_WINDOW_PATTERN,
         "vocab_size": len(reader.fields["tokenizer.ggml.tokens"].data),
-        "max_position_embeddings": number("context_length"),
         "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
     }
 
 
@@ -127,9 +119,7 @@ def model_weights(reader: GGUFReader) -> dict[str, mx.array]:
 
     weights = {}
     for tensor in tqdm(reader.tensors, desc="converting Gemma 3", unit="tensor", delay=2, leave=False, disable=None):
-        stem, _, kind = tensor.name.rpartition(".")
-        if kind != "weight":
-            raise ArtefactError(f"{tensor.name}: expected weights, got {kind}. Use another GGUF file.")
+        stem = tensor.name.removesuffix(".weight")
         weight = mx.array(dequantize(tensor.data, tensor.tensor_type)).astype(mx.float32)
         if stem.endswith("norm"):
             weight = weight - 1.0  # GGUF stores the factor, mlx-lm stores the factor minus 1
@@ -143,9 +133,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     tokens, scores, kinds = (_field(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type"))
-    roles = {
-        role: tokens[_field(reader, f"tokenizer.ggml.{role}_token_id")] for role in ("bos", "eos", "unknown", "padding")
-    }
+    roles = {role: tokens[_field(reader, f"tokenizer.ggml.{role}_token_id")] for role in ROLES}
     tokenizer = Tokenizer(
         models.BPE(
             {token: i for i, token in enumerate(tokens)},
@@ -170,17 +158,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
         single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, tokenizer.token_to_id(bos))]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": roles["bos"],
-        "eos_token": roles["eos"],
-        "unk_token": roles["unknown"],
-        "pad_token": roles["padding"],
-        "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": _field(reader, "gemma3.context_length"),
-    }
-    write_json(folder / "tokenizer_config.json", config)
+    write_tokenizer_config(folder, roles, _field(reader, "gemma3.context_length"), add_bos_token=True)
 
 
 def merges_of(tokens: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
@@ -196,7 +174,4 @@ def merges_of(tokens: list[str], scores: list[float], kinds: list[int]) -> list[
 
 
 def _field(reader: GGUFReader, key: str) -> Any:
-    field = reader.get_field(key)
-    if field is None:
-        raise ArtefactError(f"{key}: expected it in the GGUF metadata, got none. Use another GGUF file.")
-    return field.contents()
+    return reader.fields[key].contents()

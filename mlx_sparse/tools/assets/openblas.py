@@ -16,8 +16,7 @@ from ...checks import ArtefactError
 from .store import build_directory, fetch, read_files
 
 WHEEL = "scipy==1.13.1"
-# SHA-256 hashes of the wheels
-WHEELS = {
+WHEELS = {  # SHA-256 hashes
     "x86_64": "a78b4b3345f1b6f68a763c6e25c0c9a23a9fd0f39f5f3d200efe8feda560a5fa",
     "aarch64": "e89369d27f9e7b0884ae559a3a956e77c02114cc60a6058b4e5011572eea9299",
 }
@@ -28,8 +27,8 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fast-blas",
         action="store_true",
-        help="on Linux, fetch OpenBLAS once (38.6 MB). MLX on a CPU then uses OpenBLAS instead of its own BLAS, which "
-        "is slow in float32, in this command and with --attn",
+        help="fetch OpenBLAS once (38.6 MB), which MLX then uses on a Linux CPU, also with --attn. MLX's own BLAS is "
+        "slow in float32",
     )
 
 

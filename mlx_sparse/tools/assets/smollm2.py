@@ -7,13 +7,12 @@ only type for which MLX calls a BLAS library. MLX is imported on use, because ``
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ...checks import ArtefactError
 from ...files import cache_directory
 from .store import build_directory, check_file, fetch, read_files, write_json
 
@@ -38,8 +37,9 @@ BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-PACKED_BITS = {"Q4_1": 4, "Q8_0": 8}
 SPECIAL_TOKEN = 3
+# Roles of tokens in GGUF, and their names in tokenizer_config.json.
+ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
 def prepare_model(cache: Path | None = None) -> Path:
@@ -90,34 +90,36 @@ def write_model(folder: Path, config: dict[str, object], weights: dict[str, mx.a
     write_json(folder / "generation_config.json", {name: config[name] for name in ("bos_token_id", "eos_token_id")})
 
 
-def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Build the content of mlx-lm's ``config.json`` from the GGUF metadata."""
-    if (architecture := metadata.get("general.architecture")) != "llama":
-        raise ArtefactError(f"general.architecture: expected llama, got {architecture!r}. Use another GGUF file.")
+def common_config(architecture: str, field: Callable[[str], Any]) -> dict[str, Any]:
+    """Build the part of mlx-lm's ``config.json`` that all families have. ``field`` reads an entry of GGUF metadata."""
 
     def number(key: str) -> Any:
-        if key not in metadata:
-            raise ArtefactError(f"{key}: expected it in the GGUF metadata, got none. Use another GGUF file.")
-        return metadata[key].item()
+        return field(f"{architecture}.{key}")
 
-    heads, hidden = number("llama.attention.head_count"), number("llama.embedding_length")
     return {
+        "hidden_size": number("embedding_length"),
+        "num_hidden_layers": number("block_count"),
+        "intermediate_size": number("feed_forward_length"),
+        "num_attention_heads": number("attention.head_count"),
+        "num_key_value_heads": number("attention.head_count_kv"),
+        # GGUF stores float32; seven digits restore the original decimal number.
+        "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.7g}"),
+        "rope_theta": float(f"{number('rope.freq_base'):.7g}"),
+        "max_position_embeddings": number("context_length"),
+        "torch_dtype": "float32",
+        "bos_token_id": field("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": field("tokenizer.ggml.eos_token_id"),
+    }
+
+
+def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Build the content of mlx-lm's ``config.json`` from the GGUF metadata."""
+    config = common_config("llama", lambda key: metadata[key].item())
+    return config | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": number("llama.block_count"),
-        "intermediate_size": number("llama.feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": number("llama.attention.head_count_kv"),
-        "head_dim": hidden // heads,
-        # GGUF stores float32; seven digits restore the original decimal number.
-        "rms_norm_eps": float(f"{number('llama.attention.layer_norm_rms_epsilon'):.7g}"),
-        "rope_theta": float(f"{number('llama.rope.freq_base'):.7g}"),
-        "vocab_size": number("llama.vocab_size"),
-        "max_position_embeddings": number("llama.context_length"),
-        "torch_dtype": "float32",
-        "bos_token_id": number("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": number("tokenizer.ggml.eos_token_id"),
+        "head_dim": config["hidden_size"] // config["num_attention_heads"],
+        "vocab_size": metadata["llama.vocab_size"].item(),
     }
 
 
@@ -129,27 +131,18 @@ def model_weights(arrays: dict[str, mx.array], heads: int, kv_heads: int) -> dic
     weights = {}
     for name in tqdm(names, desc="converting SmolLM2", unit="tensor", delay=2, leave=False, disable=None):
         stem = name.removesuffix(".weight")
-        weight = _unpack(arrays, stem)
+        weight, scales = arrays[name].astype(mx.float32), arrays.get(f"{stem}.scales")
+        if scales is not None:
+            # A block has 32 values. The packed width determines the bits per value.
+            bits = 32 * arrays[name].shape[-1] // (32 * scales.shape[-1])
+            scales, biases = scales.astype(mx.float32), arrays[f"{stem}.biases"].astype(mx.float32)
+            weight = mx.dequantize(arrays[name], scales, biases, group_size=32, bits=bits)
         part = stem.rpartition(".")[2]
         if part in ("attn_q", "attn_k"):
             weight = unpermute(weight, heads if part == "attn_q" else kv_heads)
         mx.eval(weight)
         weights[mlx_name(stem) + ".weight"] = weight
     return weights
-
-
-def _unpack(arrays: dict[str, mx.array], stem: str) -> mx.array:
-    import mlx.core as mx
-
-    weight, scales = arrays[f"{stem}.weight"], arrays.get(f"{stem}.scales")
-    if scales is None:
-        return weight.astype(mx.float32)
-    # A block has 32 values. The packed width determines the bits per value.
-    bits = 32 * weight.shape[-1] // (32 * scales.shape[-1])
-    if bits not in PACKED_BITS.values():
-        raise ArtefactError(f"{stem}: expected {' or '.join(PACKED_BITS)}, got {bits} bits. Use another GGUF file.")
-    biases = arrays[f"{stem}.biases"]
-    return mx.dequantize(weight, scales.astype(mx.float32), biases.astype(mx.float32), group_size=32, bits=bits)
 
 
 def unpermute(weight: mx.array, heads: int) -> mx.array:
@@ -160,15 +153,10 @@ def unpermute(weight: mx.array, heads: int) -> mx.array:
 
 def mlx_name(stem: str, block: Mapping[str, str] = BLOCK_NAMES) -> str:
     """Convert a GGUF tensor name to mlx-lm's name: ``blk.3.attn_q`` -> ``model.layers.3.self_attn.q_proj``."""
-    try:
-        if stem.startswith("blk."):
-            _, layer, part = stem.split(".")
-            return f"model.layers.{int(layer)}.{block[part]}"
-        return TOP[stem]
-    except (KeyError, ValueError):
-        raise ArtefactError(
-            f"{stem}: expected a tensor of this model type, got an unknown name. Use another GGUF file."
-        ) from None
+    if stem.startswith("blk."):
+        _, layer, part = stem.split(".")
+        return f"model.layers.{layer}.{block[part]}"
+    return TOP[stem]
 
 
 def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
@@ -186,20 +174,17 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == SPECIAL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
+    roles = {role: tokens[metadata[f"tokenizer.ggml.{role}_token_id"].item()] for role in ROLES}
+    template = {"chat_template": metadata["tokenizer.chat_template"]}
+    write_tokenizer_config(folder, roles, metadata["llama.context_length"].item(), add_bos_token=False, **template)
 
-    def token(role: str) -> str:
-        index: int = metadata[f"tokenizer.ggml.{role}_token_id"].item()
-        return tokens[index]
 
+def write_tokenizer_config(folder: Path, roles: Mapping[str, str], length: int, **settings: object) -> None:
+    """Write ``tokenizer_config.json``. ``roles`` is a dict from each of `ROLES` to a token."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": token("bos"),
-        "eos_token": token("eos"),
-        "unk_token": token("unknown"),
-        "pad_token": token("padding"),
-        "add_bos_token": False,
+        **{ROLES[role]: token for role, token in roles.items()},
         "clean_up_tokenization_spaces": False,
-        "model_max_length": metadata["llama.context_length"].item(),
-        "chat_template": metadata["tokenizer.chat_template"],
+        "model_max_length": length,
     }
-    write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / "tokenizer_config.json", config | settings)

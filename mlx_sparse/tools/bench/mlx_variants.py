@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...cache.kv_cache import SparseKVCache, adopt
-from ...calibrate import seconds_of
+from ...calibrate.timing import seconds_of
 from ...checks import BackendUnavailable, ConfigError
 from ...core import registry
 from ...core.base import Method, Step

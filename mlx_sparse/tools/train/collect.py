@@ -147,18 +147,9 @@ class Collection:
 
 
 def collect(
-    model: nn.Module,
-    layer_shapes: dict[int, LayerShape],
-    windows: Sequence[Sequence[int]],
-    folder: Path,
-    *,
-    queries: int,
-    first: int,
-    seed: int,
-    key: str,
-    progress: tqdm,
-) -> Collection:
-    """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers.
+    model: nn.Module, collection: Collection, windows: Sequence[Sequence[int]], *, key: str, progress: tqdm
+) -> None:
+    """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers in ``collection``.
 
     The files take `Collection.bytes` on disk. The model, the KV caches of one text, and one chunk of one layer are in
     memory. If an interrupted run with the same ``key`` completed a text, the text is skipped.
@@ -168,21 +159,20 @@ def collect(
         windows: tokens of each text.
         key: hash of the inputs of the run.
     """
-    found = Collection(folder, layer_shapes, len(windows), len(windows[0]), queries, first, seed)
+    folder = collection.folder
     journal = Journal(folder / "windows.jsonl", "train-saap", key, Done)
-    done = _completed_texts(journal, found)
-    needed, free = found.bytes - found.bytes * done // found.windows, shutil.disk_usage(folder).free
+    done = _completed_texts(journal, collection)
+    needed, free = collection.bytes - collection.bytes * done // collection.windows, shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(
             f"--work: expected {needed / 1e9:.2f} GB free in {folder}, got {free / 1e9:.2f} GB. Choose another folder, "
             "or fewer --windows or --queries."
         )
-    progress.update(done * found.length)
-    sources = find_sources(model) if done < found.windows else {}
-    for window in range(done, found.windows):
-        _run(model, found, sources, window, windows[window], progress)
-        journal.add(str(window), Done(found.length))
-    return found
+    progress.update(done * collection.length)
+    sources = find_sources(model) if done < collection.windows else {}
+    for window in range(done, collection.windows):
+        _run(model, collection, sources, window, windows[window], progress)
+        journal.add(str(window), Done(collection.length))
 
 
 def _completed_texts(journal: Journal[Done], collection: Collection) -> int:

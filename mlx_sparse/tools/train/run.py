@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
 from ...methods import SAAP
-from ...methods.saap.artefact import MAX_HIDDEN, Artefact, Layer, identity, load, versions
-from ...methods.saap.tensors import read_tensors, write_tensors
+from ...methods.saap.artefact import MAX_HIDDEN, Artefact, Layer, load, read_tensors, versions, write_tensors
+from ...model_info import identity
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import DAMAGED, as_json, from_json
 from ..evaluate.texts import check as check_texts
@@ -229,9 +229,9 @@ def _collect(
             key = fingerprint(model, [token for window in windows for token in window], *options, first)
             folder = work / f"collected-{key[:12]}"
             queries = min(args.queries, length - first)
-            own = {"queries": queries, "first": first, "seed": args.seed, "key": key, "progress": progress}
+            found.append(Collection(folder, layer_shapes, len(windows), length, queries, first, args.seed))
             with locked(folder):
-                found.append(collect(model, layer_shapes, windows, folder, **own))
+                collect(model, found[-1], windows, key=key, progress=progress)
     return found[0], found[1]
 
 

@@ -1,7 +1,8 @@
-"""Compare the logits of an exported file with MLX's logits."""
+"""Compare the logits of an exported file, and of a copy that is sparse for short prompts, with MLX's logits."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime
+from onnx import TensorProto
 
 from mlx_sparse.checks import ArtefactError, ConfigError
 
+from ...domain import DOMAIN
 from ...runtime.memory import zeros
 from ...runtime.runner import Runner
-from ..decoder import Target
+from ..decoder import Target, output_of
 from ..methods.base import PROMPT
-from .copies import copy_for_check, keep_layers
 from .reference import Array, Expected, largest
 
+HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 Lower = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 
@@ -139,3 +142,42 @@ class File(Runner):
             raise ConfigError(
                 f"--max-length: expected caches that fit into memory, got shape {shape}. Set a smaller number."
             ) from None
+
+
+def copy_for_check(model: onnx.ModelProto, target: Target) -> onnx.ModelProto:
+    """Return a copy of the model that has float32 caches and sparse attention even for short prompts."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    for tensor in (*made.graph.input, *made.graph.output):
+        if tensor.type.tensor_type.elem_type in HALVES:
+            tensor.type.tensor_type.elem_type = TensorProto.FLOAT
+    own, short = (each.attributes(each.decode, sampled=True) for each in (target, target.shortened()))
+    for node in made.graph.node:
+        for attribute in node.attribute:
+            name = attribute.name
+            if node.op_type == "Cast":  # casts from the type of the weights, or to the type of the caches
+                attribute.i = TensorProto.FLOAT
+            elif node.domain == DOMAIN and short.get(name) != own.get(name):
+                setattr(attribute, "f" if isinstance(short[name], float) else "i", short[name])
+    return made
+
+
+def keep_layers(model: onnx.ModelProto, count: int) -> None:
+    """Keep only the first ``count`` layers. Remove the caches and weights of all later layers."""
+    graph = model.graph
+    made = {output for node in graph.node for output in node.output}
+    last = next(i for i in itertools.count(count) if output_of(i) not in made) - 1
+    needed, nodes = {"logits"}, []
+    for node in reversed(graph.node):
+        if not needed.isdisjoint(node.output):
+            # Outside the layers, only the norm before the head reads the output of the last layer.
+            node.input[:] = [output_of(count - 1) if name == output_of(last) else name for name in node.input]
+            needed.update(name for name in node.input if name)
+            nodes.append(node)
+    made = {output for node in nodes for output in node.output}
+    for field, names in (("output", made), ("input", needed), ("initializer", needed)):
+        kept = [tensor for tensor in getattr(graph, field) if tensor.name in names]
+        graph.ClearField(field)
+        getattr(graph, field).extend(kept)
+    graph.ClearField("node")
+    graph.node.extend(reversed(nodes))

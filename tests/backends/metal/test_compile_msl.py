@@ -24,7 +24,7 @@ def dump(tmp_path: Path) -> Path:
     """Create a folder with two sources, and a fake compiler without its toolchain."""
     folder = tmp_path / "msl"
     folder.mkdir()
-    for name in ("good.metal", "bad.metal", "mlx_utils.h", "manifest.json"):
+    for name in ("good.metal", "bad.metal", "mlx_utils.h"):
         (folder / name).write_text("")
     xcodebuild = 'touch "$(dirname "$0")/xcrun.toolchain"; echo "$*"'
     write_commands(tmp_path / "bin", {"xcrun": XCRUN, "xcodebuild": xcodebuild})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,14 +17,7 @@ from shell import OWN, ROOT, run, write_commands
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # reports
 
 SCRIPT = ROOT / "scripts" / "mac_check.sh"
-FILES = [
-    "backends/metal/test_metal_kernels",
-    "backends/metal/test_metal_prefill",
-    "core/test_decode",
-    "core/test_select",
-    "methods/sample/test_prefill",
-    "methods/saap/test_buckets",
-]
+FILES = re.findall(r"tests/(\S+)\.py", SCRIPT.read_text(encoding="utf-8"))
 
 # Output of a Mac's commands, and tests of a project that has only the parts that the script calls.
 MAC = {
@@ -49,7 +43,7 @@ def mac(tmp_path: Path) -> Path:
     for folder in ("scripts", "tests"):
         (tmp_path / folder).mkdir()
     (tmp_path / "scripts" / "dev.py").write_text("print('ready')")
-    for script in (SCRIPT, ROOT / "scripts" / "check_report.py"):
+    for script in (SCRIPT, ROOT / "scripts" / "check_steps.sh", ROOT / "scripts" / "check_report.py"):
         shutil.copy(script, tmp_path / "scripts")
     real = {"python": sys.executable, "mlx-sparse": f"{sys.executable} -m mlx_sparse.cli"}
     commands = {f"bin/{name}": body for name, body in MAC.items()}

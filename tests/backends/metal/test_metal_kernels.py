@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,20 +18,19 @@ from cases import Case, every_parameter
 from fixtures_msl import Launched
 from mlx_arrays import to_mlx, to_numpy
 from msl import Metal
+from saap_cases import SaapCase, visited
+from sample_cases import SampleCase
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.core import launch, registry
 from mlx_sparse.core.attend import metal as attend
-from mlx_sparse.core.attend import metal_merge as merge
 from mlx_sparse.core.attend import metal_rows as attend_rows
-from mlx_sparse.core.blocks import metal as blocks
-from mlx_sparse.core.select import metal as select
 from mlx_sparse.methods import SparQ
-from mlx_sparse.methods.quest import metal as quest
 from mlx_sparse.methods.saap import metal as saap
-from mlx_sparse.methods.sample import metal as sample
 from mlx_sparse.methods.sparq import metal as sparq
+
+PACKAGE = Path(mlx_sparse.__file__).parent
 
 # the decode step
 
@@ -42,25 +43,34 @@ def test_a_long_context_is_selected_in_tiles(metal: Metal) -> None:
         assert names == ["sparq_scores", "sparq_candidates", "attend_candidates"]
 
 
-def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
+METAL = ADAPTERS["metal"]
+
+
+def step_of(S: int) -> Case:
+    return Case(1, 4, 2, S, 64, "f16")
+
+
+def verification(S: int) -> Any:
+    return attend_rows.attend_rows(*(to_mlx(array, "f16") for array in step_of(S).inputs(L=3)), scale=1.0)
+
+
+# By method: a call over S keys in buffers of various lengths, the smallest S, and the number of kernels.
+GROWING: dict[str, tuple[Callable[[int], Any], int, int]] = {
+    "sparq": (lambda S: METAL.sparq(step_of(S), every_parameter(step_of(S), "reallocate")), 900, 4),
+    "saap": (lambda S: METAL.saap(buckets := SaapCase(step_of(S), "balanced"), visited(buckets)), 900, 4),
+    "sample": (lambda S: METAL.sample_scores(SampleCase(1, 4, 2, S // 4, S, 64, "f16", 32, chunks=2)), 900, 2),
+    "several queries": (verification, 100, 3),  # attend_rows with float16 results, and with float32 results of splits
+}
+
+
+@pytest.mark.parametrize("method", GROWING)
+def test_nothing_recompiles_as_the_context_grows(metal: Metal, method: str) -> None:
+    call, shortest, kernels = GROWING[method]
     texts: set[tuple[str, str]] = set()
-    for S in (300, 301, 4000, 4097):
-        q, k, v = (to_mlx(array, "f16") for array in Case(1, 4, 2, S, 64, "f16").inputs())
-        keys, values = (mx.pad(rows, [(0, 0), (0, 0), (0, 4160 - S), (0, 0)]) for rows in (k, v))
-        out, *_ = sparq.sparq_attention(
-            q,
-            keys,
-            values,
-            **{"rank": 16, "top_k": 32, "local_window": 8, "scale": 0.125, "length": S},
-            **{"component_weight": None, "left_padding": None, "keys_t": mx.contiguous(keys.swapaxes(-1, -2))},
-            reallocate=True,
-            value_mean=mx.zeros((1, 2, 64)),
-        )
-        mx.eval(out)
-        if metal.emulated:
-            texts.update(metal.texts.items())
-    names = [name for name, _ in texts]
-    assert len(names) == len(set(names))
+    for S in (shortest, 901, 2102, 3997):
+        mx.eval(call(S))
+        texts.update(metal.texts.items())
+    assert len(texts) == (kernels if metal.emulated else 0), sorted(name for name, _ in texts)
 
 
 # the cache and the model
@@ -169,7 +179,8 @@ def test_without_a_metal_gpu_metal_is_refused_and_auto_is_ops() -> None:
 
 # comments of the kernels
 
-MODULES = (attend, attend_rows, blocks, merge, quest, saap, sample, select, sparq)
+FILES = [file.relative_to(PACKAGE.parent).with_suffix("") for file in PACKAGE.rglob("metal*.py")]
+MODULES = [importlib.import_module(".".join(file.parts)) for file in sorted(FILES)]
 KERNELS = [value for module in MODULES for value in vars(module).values() if isinstance(value, launch.Kernel)]
 
 

@@ -58,15 +58,6 @@ def test_scores_of_many_heads_are_split_into_bounded_launches(metal: Metal, monk
         assert sent == [2]  # the first part is submitted before the second is built
 
 
-def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
-    texts: set[tuple[str, str]] = set()
-    for L, S, chunks in ((90, 90, 1), (64, 200, 2), (150, 300, 3)):
-        scores_of(SampleCase(1, 4, 2, L, S, 64, "f16", 32, chunks=chunks), spare=9)
-        if metal.emulated:
-            texts.update(metal.texts.items())
-    assert len(texts) in (0, 2)
-
-
 @pytest.mark.parametrize("spoiled", [0, 1], ids=["query", "key"])
 def test_nan_stays_in_its_head(metal: Metal, spoiled: int) -> None:
     arrays = list(SMALL.inputs())

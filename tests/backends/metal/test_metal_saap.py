@@ -142,22 +142,6 @@ def test_threadgroups_divide_the_counted_entries_and_others_return_at_once(
 # the whole step
 
 
-def test_nothing_recompiles_as_the_context_grows(metal: Metal) -> None:
-    texts: set[tuple[str, str]] = set()
-    for S, pending in ((2100, 0), (2101, 1), (2350, 250)):
-        case = SaapCase(Case(1, 4, 2, S, 64, "f16"), "balanced")
-        ADAPTERS["metal"].lists(case, route(case), case.covered - pending, 2400)
-        arrays = [
-            mx.pad(array, [(0, 0), (0, 0), (0, 2400 - S), (0, 0)]) for array in ADAPTERS["metal"].arrays(case.step)[1:]
-        ]
-        lists = mx.zeros((1, 2, 2400), mx.int32), mx.ones((1, 2), mx.int32)
-        queries = to_mlx(case.inputs()[0], "f16")
-        out, _ = attend.attend_indices(queries, *arrays, lists[0], counts=lists[1], scale=0.125, length=S)
-        mx.eval(out)
-        texts.update(metal.texts.items())
-    assert len(texts) == (4 if metal.emulated else 0)
-
-
 @pytest.mark.skipif(mx.metal.is_available(), reason="the GPU's own launches are not recorded")
 def test_a_step_is_four_launches_and_nothing_waits_for_the_gpu() -> None:
     """Trace the step without running it, so that reading a value would fail."""

@@ -1,4 +1,7 @@
-"""Specify the harness by planted bugs. Each bug has the full message that the harness must print."""
+"""Specify the harness by planted bugs. Each bug has the full message that the harness must print.
+
+test_msl_races.py tests which barriers of which memory prevent a race.
+"""
 
 import re
 from dataclasses import dataclass
@@ -128,30 +131,6 @@ out[i] = s[t > 0 ? t - 1 : 0];
 """,
          "RACE read of 4 bytes at offset 0 of threadgroup array s (256 bytes), written ~ thread (0,0,0) at @2",
          thread=1, line=4),
-    Case("barrier of the wrong memory", """
-threadgroup float s[64];
-s[t] = x[i];
-threadgroup_barrier(mem_flags::mem_device);
-out[i] = s[t > 0 ? t - 1 : 0];
-""",
-         "RACE read of 4 bytes at offset 0 of threadgroup array s (256 bytes), written ~ thread (0,0,0) at @2",
-         thread=1, line=4),
-    Case("barrier of no memory", """
-threadgroup float s[64];
-s[t] = x[i];
-threadgroup_barrier(mem_flags::mem_none);
-out[i] = s[t > 0 ? t - 1 : 0];
-""",
-         "RACE read of 4 bytes at offset 0 of threadgroup array s (256 bytes), written ~ thread (0,0,0) at @2",
-         thread=1, line=4),
-    Case("simdgroup barrier between simdgroups", """
-threadgroup float s[64];
-s[t] = x[i];
-simdgroup_barrier(mem_flags::mem_threadgroup);
-out[i] = s[t > 0 ? t - 1 : 0];
-""",
-         "RACE read of 4 bytes at offset 124 of threadgroup array s (256 bytes), written ~ thread (31,0,0) at @2",
-         thread=32, line=4),
     Case("all write one cell", """
 threadgroup float s[1];
 s[0] = x[i];
@@ -159,43 +138,7 @@ out[i] = 0.0f;
 """,
          "RACE write of 4 bytes at offset 0 of threadgroup array s (4 bytes), written ~ thread (0,0,0) at @2",
          thread=1, line=2),
-    Case("reuse without a second barrier", """
-threadgroup float s[64];
-s[t] = x[i];
-threadgroup_barrier(mem_flags::mem_threadgroup);
-float other = s[63 - t];
-s[t] = 2.0f * other;
-out[i] = other;
-""",
-         "RACE read of 4 bytes at offset 124 of threadgroup array s (256 bytes), written ~ thread (31,0,0) at @5",
-         thread=32, line=4),
-    Case("lanes exchange without a barrier", """
-threadgroup float s[32];
-s[lane] = x[i];
-out[i] = s[lane & 30];
-""",
-         "RACE read of 4 bytes at offset 0 of threadgroup array s (128 bytes), written ~ thread (0,0,0) at @2",
-         thread=1, line=3, grid=32, threadgroup=32, out=32),
-    Case("loop without its second barrier", """
-threadgroup float s[64];
-float sum = 0.0f;
-for (int r = 0; r < 2; r++) {
-  s[t] = x[i];
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  sum += s[63 - t];
-}
-out[i] = sum;
-""",
-         "RACE read of 4 bytes at offset 124 of threadgroup array s (256 bytes), written ~ thread (31,0,0) at @4",
-         thread=32, line=6),
     # Races in device memory
-    Case("exchange through device memory behind a threadgroup-memory barrier", """
-out[i] = x[i];
-threadgroup_barrier(mem_flags::mem_threadgroup);
-float other = out[63 - i];
-threadgroup_barrier(mem_flags::mem_device);
-out[i] = other;
-""", "RACE read of 4 bytes at offset 252 of buffer out (256 bytes), written ~ thread (63,0,0) at @1", thread=0, line=3),
     Case("threadgroups write one element", "out[t] = x[i];",
          "RACE write of 4 bytes at offset 0 of buffer out (128 bytes), written by threadgroup (0,0,0) at @1",
          thread=0, line=1, group=1, threadgroup=32, out=32),
@@ -215,14 +158,6 @@ atomic_fetch_add_explicit(count, 1u, memory_order_relaxed);
 out[i] = float(*(device uint*)count);
 """,
          "RACE write of 4 bytes at offset 0 of buffer count (4 bytes), read ~ thread (0,0,0) at @2", thread=1, line=1),
-    Case("atomic counter read by another threadgroup", """
-if (group == 0) {
-  atomic_fetch_add_explicit(count, 1u, memory_order_relaxed);
-}
-out[i] = group == 1 ? float(*(device uint*)count) : 0.0f;
-""",
-         "RACE read of 4 bytes at offset 0 of buffer count (4 bytes), written by threadgroup (0,0,0) at @2",
-         thread=0, line=4, group=1, threadgroup=32),
     # Divergence
     Case("barrier under a condition", """
 if (t < 32) {
@@ -320,46 +255,6 @@ s[t] = x[i];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 out[i] = s[63 - t];
 """),
-    Case("exchange behind both memories", """
-threadgroup float s[64];
-s[t] = x[i];
-threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
-out[i] = s[63 - t];
-"""),
-    Case("reuse behind a second barrier", """
-threadgroup float s[64];
-s[t] = x[i];
-threadgroup_barrier(mem_flags::mem_threadgroup);
-float other = s[63 - t];
-threadgroup_barrier(mem_flags::mem_threadgroup);
-s[t] = 2.0f * other;
-out[i] = s[t];
-"""),
-    Case("lanes exchange behind a simdgroup barrier", """
-threadgroup float s[32];
-s[lane] = x[i];
-simdgroup_barrier(mem_flags::mem_threadgroup);
-out[i] = s[31 - lane];
-""", threadgroup=32),
-    Case("exchange through device memory", """
-out[i] = x[i];
-threadgroup_barrier(mem_flags::mem_device);
-float other = out[63 - i];
-threadgroup_barrier(mem_flags::mem_device);
-out[i] = other;
-"""),
-    Case("one cell written in turn", """
-threadgroup float s[1];
-for (uint r = 0; r < 64; r++) {
-  if (r == t) s[0] = x[i];
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-out[i] = s[0];
-"""),
-    Case("atomic counter of all threadgroups", """
-atomic_fetch_add_explicit(count, 1u, memory_order_relaxed);
-out[i] = x[i];
-""", threadgroup=32),
     Case("neighbouring bytes of different threads", "((device uchar*)out)[i] = uchar(i & 63);", grid=256),
     Case("atomic counter in threadgroup memory", """
 threadgroup atomic_uint n;

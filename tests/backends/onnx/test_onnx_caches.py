@@ -17,7 +17,9 @@ from onnx_operators import (
     attributes,
     by_case,
     by_runtime,
+    coded_caches,
     empty_caches,
+    empty_codes,
     filled_caches,
     padding,
     parameters,
@@ -53,6 +55,19 @@ def test_sparq_attention_after_a_prompt_equals_the_oracle(runtime: str, case: Ca
     key_t = chunked.swapaxes(-1, -2).reshape(got["present_key"].shape)
     for written, given in ((got["present_key"], k), (key_t, k), (got["present_value"], v)):
         np.testing.assert_array_equal(written[:, :, : case.S].astype(np.float32), given)
+
+
+@by_case
+def test_int4_sparq_attention_after_a_prompt_equals_the_oracle(case: Case) -> None:
+    q, k, v = case.inputs()
+    params = {**parameters(case, "robust"), "key_bits": 4}
+    attend = Operator("native", "SparQCodedAttention", case.dtype, dense_below=0, **attributes(params))
+    got = feed(attend, case, (q, k, v), empty_codes(case, case.S + 70), case.S // 2, case.S - 1, case.S)
+    assert_is_sparq(got["output"], case, params, q, k, v)
+    for name, array in (("present_key", k), ("present_value", v)):
+        np.testing.assert_array_equal(got[name][:, :, : case.S].astype(np.float32), array)
+    summary = coded_caches(case, k, v, case.S, case.S)["past_summary"]
+    np.testing.assert_allclose(got["present_summary"], summary, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dense_below", [100, 101])

@@ -48,20 +48,12 @@ def prompt() -> dict[str, Any]:
     return {"query": q, "keys": k, "values": v, "length": [PROMPT.S]}
 
 
-def cached() -> dict[str, Any]:
-    """Return a token and caches of 128 slots."""
+def cached(empty: Any = empty_caches) -> dict[str, Any]:
+    """Return a token and caches of 128 slots. With `empty_codes`, the caches have int4 scoring keys."""
     case = Case(1, 2, 2, 65, 64, "f32")
     q, k, v = case.inputs()
     new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
-    return {**new, **empty_caches(case, 65)}
-
-
-def cached_codes() -> dict[str, Any]:
-    """Return a token and caches of 128 slots with int4 scoring keys."""
-    case = Case(1, 2, 2, 65, 64, "f32")
-    q, k, v = case.inputs()
-    new = {"query": q, "key": k[:, :, -1:], "value": v[:, :, -1:], "left_padding": padding(case)}
-    return {**new, **empty_codes(case, 128)}
+    return {**new, **empty(case, 128)}
 
 
 # Valid settings and inputs by operator.
@@ -69,7 +61,7 @@ GOOD: dict[str, tuple[dict[str, Any], Any]] = {
     "SparQ": (PAPER, lambda: step(STEP, *STEP.inputs())),
     "SparQAttention": ({**CACHES, **PAPER}, cached),
     "SparQCoded": (PAPER, lambda: coded_step(STEP)),
-    "SparQCodedAttention": ({**PAPER, "dense_below": 0}, cached_codes),
+    "SparQCodedAttention": ({**PAPER, "dense_below": 0}, lambda: cached(empty_codes)),
     "CachedAttention": (DENSE, cached),
     "Sample": (PROMPT.parameters, prompt),
     "SaapAttention": (saap_settings(BUCKETS), lambda: saap_step(BUCKETS)),

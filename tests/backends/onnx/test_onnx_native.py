@@ -38,7 +38,7 @@ from onnx_operators import (
 from require import absent
 from saap_cases import SAAP_CASES, SaapCase, visited
 from saap_cases import assert_attends as assert_lists
-from sample_cases import SAMPLE_CASES, SampleCase, assert_same_blocks, selection
+from sample_cases import SAMPLE_CASES, assert_same_blocks, selection
 from sample_cases import assert_attends as assert_blocks
 
 from mlx_sparse import __version__, onnx_export, oracle
@@ -83,19 +83,15 @@ def test_every_instruction_set_runs_int4_sparq_as_the_oracle(name: str, case: Ca
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("case", SAMPLE_CASES[1:8], ids=str)
-def test_every_instruction_set_runs_sample_as_the_oracle(name: str, case: SampleCase, limit: Any) -> None:
+@pytest.mark.parametrize("case", [*SAMPLE_CASES[1:8], *SAAP_CASES[2::2]], ids=str)
+def test_every_instruction_set_runs_sample_and_saap_as_the_oracle(name: str, case: Any, limit: Any) -> None:
     limit(name)
+    if isinstance(case, SaapCase):
+        assert_lists(ADAPTERS["ort"].saap(case, visited(case)).out, None, case)
+        return
     choice, out, lse = ADAPTERS["ort"].sample(case)
     assert_same_blocks(choice, case, selection(case))
     assert_blocks(out, lse, case, choice)
-
-
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("case", SAAP_CASES[2::2], ids=str)
-def test_every_instruction_set_runs_saap_as_the_oracle(name: str, case: SaapCase, limit: Any) -> None:
-    limit(name)
-    assert_lists(ADAPTERS["ort"].saap(case, visited(case)).out, None, case)
 
 
 def test_neon_kernels_agree_with_the_scalar_ones(tmp_path: Path) -> None:

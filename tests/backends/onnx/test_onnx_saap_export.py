@@ -18,7 +18,7 @@ from onnx import TensorProto
 
 from mlx_sparse import methods
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.core.base import NEVER
+from mlx_sparse.core.decide import NEVER
 
 NAMES = ("centroids", "hidden_weight", "hidden_bias", "out_weight", "out_bias")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,18 +18,7 @@ from shell import OWN, ROOT, run, write_commands
 pytestmark = pytest.mark.slow  # reports
 
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
-TESTS = (
-    "backends/triton/test_triton_kernels",
-    "backends/triton/test_triton_saap",
-    "backends/triton/test_triton_prompts",
-    "backends/triton/test_triton_bench",
-    "backends/triton/test_triton_hf",
-    "backends/triton/test_triton_hf_cache",
-    "core/test_decode",
-    "core/test_select",
-    "methods/sample/test_prefill",
-    "methods/saap/test_buckets",
-)
+TESTS = re.findall(r"tests/(\S+)\.py", SCRIPT.read_text(encoding="utf-8"))
 UNFINISHED = [f"the benchmark of {what} did not finish" for what in ("decode steps", "SAAP's steps", "prefill")]
 # A python3 that reports a GPU and no xdist, and otherwise calls the Python of this test.
 PYTHON = """case "$*" in
@@ -58,7 +48,7 @@ def machine(folder: Path, *, fails: bool = False, limits: str = "in time") -> Pa
         (folder / name).mkdir()
     for name in ("mlx_sparse", "cuda_ref", "docs", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
-    for script in (SCRIPT, ROOT / "scripts" / "check_report.py"):
+    for script in (SCRIPT, ROOT / "scripts" / "check_steps.sh", ROOT / "scripts" / "check_report.py"):
         shutil.copy(script, folder / "scripts")
     for name in TESTS:
         path = folder / "tests" / f"{name}.py"
@@ -77,7 +67,7 @@ def check(folder: Path) -> tuple[subprocess.CompletedProcess[str], list[dict[str
 
 
 def test_listed_tests_exist() -> None:
-    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in TESTS)
+    assert len(TESTS) == 10 and all((ROOT / "tests" / f"{name}.py").is_file() for name in TESTS)
 
 
 def test_report_names_the_machine_and_tests(tmp_path: Path) -> None:

@@ -71,15 +71,6 @@ def test_h2o_evicts_what_the_oracle_evicts(case: Case) -> None:
     assert_as_good_as_plain(to_numpy(out), wanted, plain, case.dtype)
 
 
-@pytest.mark.parametrize("L", [2, 5])
-@by_method
-def test_several_queries_are_attended_densely_and_causally(method: str, L: int) -> None:
-    case = Case(2, 6, 2, 70, 64, "f32", padding=(0, 30))
-    arrays = case.inputs(L=L)
-    out = getattr(mlx_sparse, f"{method}_attention")(*map(mx.array, arrays), left_padding=case.padding)
-    np.testing.assert_allclose(out, reference.dense_attention(*arrays, left_padding=case.padding), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("poison", [1e3, np.inf, np.nan])
 @by_method
 def test_padded_rows_never_reach_the_output(method: str, poison: float) -> None:

@@ -21,6 +21,7 @@ from mlx_sparse.methods import METHODS
 from mlx_sparse.methods.patterns.lsh_spans import pieces, sampled, signs
 
 HYPER = {"bucket_size": 16, "sampled_keys": 8, "hash_bits": 3, "exact_rows": 32}
+HYPER_TEXT = f"hyperattention:{','.join(f'{k}={v}' for k, v in HYPER.items())}"
 SETTINGS: dict[str, dict[str, Any]] = {"hash_sparse": {"buckets": 8}, "hyperattention": HYPER}
 by_method = pytest.mark.parametrize("method", SETTINGS)
 
@@ -156,9 +157,7 @@ def test_a_nan_key_is_attended_by_later_queries(method: str) -> None:
         assert np.isnan(found[:, :, 10:]).all()
 
 
-@pytest.mark.parametrize(
-    "attn", ["hash_sparse:buckets=4", f"hyperattention:{','.join(f'{k}={v}' for k, v in HYPER.items())}"]
-)
+@pytest.mark.parametrize("attn", ["hash_sparse:buckets=4", HYPER_TEXT])
 def test_every_prefill_chunk_of_a_model_equals_the_oracle(attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = record_prefill_calls(monkeypatch)
     model = build("llama")
@@ -175,6 +174,15 @@ def test_every_prefill_chunk_of_a_model_equals_the_oracle(attn: str, monkeypatch
 def test_hyperattention_serves_no_sinks() -> None:
     assert not METHODS["hyperattention"]().supports_sinks(1)
     assert METHODS["hash_sparse"]().supports_sinks(1)
+
+
+def test_prefill_with_sinks_is_dense_although_a_decode_method_serves_the_layer() -> None:
+    model = build("gpt_oss")
+    with mlx_sparse.sparse(model, f"{HYPER_TEXT}+sparq:rank=4,top_k=4,dense_below=0") as report:
+        generated(model, prompt_of(300), prefill_step_size=128)
+    assert report.prefill.calls == 0
+    assert report.sparse_calls > 0
+    assert report.dense_calls["with attention sinks"] == 3
 
 
 @pytest.mark.parametrize(

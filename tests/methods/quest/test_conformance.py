@@ -17,7 +17,7 @@ from msl import Metal
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.core import registry
-from mlx_sparse.methods.quest.config import quest_elements
+from mlx_sparse.methods.quest.config import Quest
 
 BACKENDS = [name for name in ADAPTERS if name in registry.backends_of("quest")]
 
@@ -141,7 +141,7 @@ def test_metal_reads_the_bounds_once_for_the_group(metal: Metal, G: int) -> None
         assert read == [Hkv * (pages - 1) * D * 2] * 2
     assert (report.reads["queries"].dispatch, report.writes["scores"].dispatch) == (Hkv * G * D * 2, Hkv * pages * 4)
     moved = sum(t.dispatch for each in metal.launches for n, t in each.reads.items() if n in (*how, "keys", "values"))
-    assert 0.98 <= moved / (Hkv * 2 * quest_elements(S, D, top_k=256, page_size=16)) <= 1
+    assert 0.98 <= moved / (Hkv * 2 * Quest(top_k=256).elements(S, D)) <= 1
 
 
 def test_left_padding_does_not_change_the_output() -> None:

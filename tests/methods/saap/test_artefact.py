@@ -20,7 +20,8 @@ from safetensors import safe_open
 from tiny_models import FAMILIES, build
 
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.methods.saap.artefact import Artefact, Layer, identity, load
+from mlx_sparse.methods.saap.artefact import Artefact, Layer, load
+from mlx_sparse.model_info import identity
 
 DATA = read_tables(__file__)
 

@@ -16,7 +16,7 @@ from tiny_models import build
 
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.tools.evaluate.journal import Journal
-from mlx_sparse.tools.train.collect import Done, collect, find_layer_shapes
+from mlx_sparse.tools.train.collect import Collection, Done, collect, find_layer_shapes
 
 TOKENS = tokens(1200)
 
@@ -24,8 +24,8 @@ TOKENS = tokens(1200)
 def test_collected_rows_match_the_model(tmp_path: Path) -> None:
     model = build(num_hidden_layers=3)
     windows = [TOKENS[:600], TOKENS[600:1200]]
-    options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
-    found = collect(model, find_layer_shapes(model, 1), windows, tmp_path, **options)
+    found = Collection(tmp_path, find_layer_shapes(model, 1), 2, 600, queries=50, first=100, seed=3)
+    collect(model, found, windows, key="k", progress=Progress())
     assert list(found.layer_shapes) == [1, 2]
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([windows[1]]), cache=caches))
@@ -51,8 +51,8 @@ def test_higher_layers_do_not_run(tmp_path: Path) -> None:
     above = model.layers[3].self_attn
     project, seen = above.q_proj, []
     above.q_proj = lambda x: seen.append(x.shape[1]) or project(x)
-    options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
-    found = collect(model, {1: places[1], 2: places[2]}, [TOKENS[:600]], tmp_path, **options)
+    found = Collection(tmp_path, {1: places[1], 2: places[2]}, 1, 600, queries=50, first=100, seed=3)
+    collect(model, found, [TOKENS[:600]], key="k", progress=Progress())
     assert set(seen) == {1}  # one token per call, in the trace that finds the source of the rows
     for layer in (1, 2):
         assert found.texts(layer).rope_keys[0].any(axis=-1).all()
@@ -66,10 +66,10 @@ def test_wrong_resume_journal_is_refused(tmp_path: Path, entries: dict[str, int]
     for name, length in entries.items():
         journal.add(name, Done(length))
     model = build()
-    options = {"queries": 50, "first": 100, "seed": 3, "key": "k", "progress": Progress()}
+    found = Collection(tmp_path, find_layer_shapes(model, 1), 2, 600, queries=50, first=100, seed=3)
     message = "expected the first of 2 texts of 600 tokens in order, got other entries. Delete the folder"
     with pytest.raises(ArtefactError, match=message):
-        collect(model, find_layer_shapes(model, 1), [TOKENS[:600], TOKENS[600:]], tmp_path, **options)
+        collect(model, found, [TOKENS[:600], TOKENS[600:]], key="k", progress=Progress())
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ from tiny_models import build
 from commands import Progress
 from mlx_sparse.checks import ArtefactError
 from mlx_sparse.tools.evaluate.journal import Journal
-from mlx_sparse.tools.train.collect import Done, collect, find_layer_shapes
+from mlx_sparse.tools.train.collect import Collection, collect, find_layer_shapes
 model = build(head_dim=256)
 windows = [[1 + (i * i + i // 7 + w) % 95 for i in range(1024)] for w in range(int(sys.argv[1]))]
-options = dict(queries=1000, first=0, seed=0, key="k", progress=Progress())
-found = collect(model, find_layer_shapes(model, 0), windows, Path(sys.argv[2]), **options)
+found = Collection(Path(sys.argv[2]), find_layer_shapes(model, 0), len(windows), 1024, 1000, first=0, seed=0)
+collect(model, found, windows, key="k", progress=Progress())
 print(found.bytes, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     script = script.format(folders=[str(FIXTURES)])

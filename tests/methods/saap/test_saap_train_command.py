@@ -24,8 +24,7 @@ from tiny_models import build, greedy, write
 
 from mlx_sparse import cli
 from mlx_sparse.lm import sparse
-from mlx_sparse.methods.saap.artefact import Artefact, load
-from mlx_sparse.methods.saap.tensors import write_tensors
+from mlx_sparse.methods.saap.artefact import Artefact, load, write_tensors
 from mlx_sparse.tools.train.collect import locked
 from mlx_sparse.tools.train.rows import Distances
 from mlx_sparse.tools.train.run import _texts

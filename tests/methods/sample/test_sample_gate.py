@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -78,29 +78,31 @@ def test_the_limit_lies_between_the_densities_of_layers() -> None:
     assert report.prefill.calls == 1
 
 
-def test_trimmed_cache_is_sampled_again(samples: list[int]) -> None:
+def trim(count: int) -> Callable[[list[Any]], None]:
+    return lambda cache: trim_prompt_cache(cache, count * STEP)
+
+
+def move_rows(cache: list[Any]) -> None:
+    for entry in cache:
+        entry.state = entry.state
+
+
+@pytest.mark.parametrize(
+    ("chunks", "change", "then", "sampled"),
+    [(4, trim(3), 1, [2]), (4, trim(0), 1, []), (2, trim(2), 2, [1, 2]), (2, move_rows, 1, [3])],
+    ids=["trimmed", "longer", "emptied", "moved"],
+)
+def test_trimmed_and_moved_rows_are_sampled_again(
+    chunks: int, change: Callable[[list[Any]], None], then: int, sampled: list[int], samples: list[int]
+) -> None:
     model = build()
     cache = make_prompt_cache(model)
     with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
-        process(model, prompt_of(4 * STEP), STEP, cache)
+        process(model, prompt_of(chunks * STEP), STEP, cache)
         del samples[:]
-        other = copy.deepcopy(cache)
-        trim_prompt_cache(cache, 3 * STEP)
-        process(model, prompt_of(STEP), STEP, cache)
-        assert samples == [2 * STEP] * LAYERS
-        process(model, prompt_of(STEP), STEP, other)  # 5 chunks: sampled at 4
-        assert samples == [2 * STEP] * LAYERS
-
-
-def test_emptied_cache_is_sampled_at_once(samples: list[int]) -> None:
-    model = build()
-    cache = make_prompt_cache(model)
-    with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
-        process(model, prompt_of(2 * STEP), STEP, cache)
-        del samples[:]
-        trim_prompt_cache(cache, 2 * STEP)
-        model(mx.array([prompt_of(2 * STEP, 1)]), cache=cache)
-    assert samples == [2 * STEP] * LAYERS, "the result of the removed rows must not be reused"
+        change(cache)
+        process(model, prompt_of(then * STEP, 1), STEP, cache)
+    assert samples == [length * STEP for length in sampled for _ in range(LAYERS)]
 
 
 def test_limit_applies_to_each_sequence_of_a_batch() -> None:
@@ -113,18 +115,6 @@ def test_limit_applies_to_each_sequence_of_a_batch() -> None:
         with mlx_sparse.sparse(model, f"{SAMPLE},dense_above={limit}") as report:
             model(tokens, cache=make_prompt_cache(model))
         assert report.dense_calls[TOO_FULL] == dense
-
-
-def test_moved_rows_are_sampled_again(samples: list[int]) -> None:
-    model = build()
-    cache = make_prompt_cache(model)
-    with mlx_sparse.sparse(model, SAMPLE + ",dense_above=0.01"):
-        process(model, prompt_of(2 * STEP), STEP, cache)
-        del samples[:]
-        for entry in cache:
-            entry.state = entry.state
-        process(model, prompt_of(STEP), STEP, cache)
-    assert samples == [3 * STEP] * LAYERS
 
 
 def test_other_settings_are_sampled_again(samples: list[int]) -> None:

@@ -1,0 +1,181 @@
+"""Read, measure or estimate the crossover length of sparse attention on this machine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from ..checks import ArtefactError
+from ..core.base import Method, Prefill
+from ..core.decide import NEVER
+from . import timing
+from .files import measurement_key, read_measurement, read_points, write_measurement
+from .search import crossover, find
+from .timing import Layer
+
+SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
+SHORT = 1024  # keys; a shorter context does not trigger a measurement
+LONGEST = 65_536  # keys that are timed
+BUSY, BUSY_SHARE = 1.5, 0.25  # a larger spread of the crossover (factor) or density (difference): busy machine
+
+MEASURED, MODELED, GIVEN = "measured on this machine", "modeled", "given"
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Threshold between dense and sparse attention in a layer.
+
+    Attributes:
+        value: crossover length in keys for decode steps; for prefill, the largest density at which sparse attention
+            is faster.
+        how: source of ``value``: `MEASURED`, `MODELED` or `GIVEN`.
+        best: optimistic end of the measured range; None if there is no range. ``value`` is the conservative end.
+        busy: True if the range is so wide that the next process measures again.
+    """
+
+    value: float
+    how: str
+    best: float | None = None
+    busy: bool = False
+
+
+def describe(config: Method, found: Threshold) -> str:
+    """Describe the threshold ``found`` of the method ``config`` in one line, for reports."""
+    how, value, best = found.how, found.value, found.best
+    if best is not None:
+        spread = f"{value:.0%} to {best:.0%}" if isinstance(config, Prefill) else f"{best:,.0f} to {value:,.0f} keys"
+        how += f", spread {spread}"
+    if found.busy:
+        how += "; the machine was busy, so the next run measures again"
+    if not isinstance(config, Prefill):
+        return f"never sparse ({how})" if value >= NEVER else f"sparse at {value:,.0f} keys and longer ({how})"
+    if value <= 0:
+        return f"prefill never sparse ({how})"
+    share = f" if at most {value:.0%} of the blocks are selected" if value < 1 else ""
+    return f"prefill sparse at {config.shortest_context():,} keys and longer{share} ({how})"
+
+
+class Calibration:
+    """Thresholds of the layers on this machine, measured or estimated (docs/methods.md).
+
+    Args:
+        measures: if True, measure a missing threshold once a context is long enough; if False, estimate the threshold.
+        seconds: time limit of a measurement in seconds; None means `SECONDS`.
+        chunk: number of tokens in a prefill chunk. The default is mlx-lm's default.
+        progress: callback that receives a line of text before and after each measurement.
+    """
+
+    def __init__(
+        self,
+        *,
+        measures: bool = False,
+        seconds: float | None = None,
+        chunk: int = 2048,
+        progress: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self.measures, self.chunk, self._seconds, self._progress = measures, chunk, seconds, progress
+        self._known: dict[tuple[Method, Layer], Threshold] = {}
+        self._tried: set[tuple[Method, Layer]] = set()  # measured in this process, or failed
+
+    def threshold(self, config: Method, layer: Layer, S: int = 0) -> Threshold:
+        """Return the threshold of ``config`` for ``layer``.
+
+        If `needs_measurement` is True and the context length ``S`` is large enough, measure the threshold first.
+        """
+        key = config, layer
+        if key not in self._known:
+            kept = self.look_up(config, layer) if config.measurable else None
+            self._known[key] = kept or self.modeled(config, layer)
+        if S >= self.shortest_measured(config) and self.needs_measurement(config, layer):
+            self._tried.add(key)  # set first, so that a failed measurement is not repeated
+            self._known[key] = self.measure(config, layer) or self._known[key]
+        return self._known[key]
+
+    def needs_measurement(self, config: Method, layer: Layer) -> bool:
+        """Return True if the layer will be measured as soon as a context is long enough."""
+        if not self.measures or not config.measurable or (config, layer) in self._tried:
+            return False
+        found = self.threshold(config, layer)
+        return found.how == MODELED or found.busy
+
+    @staticmethod
+    def shortest_measured(config: Method) -> int:
+        """Return the shortest context in keys that is measured. In shorter contexts, sparse attention rarely wins."""
+        if isinstance(config, Prefill):
+            return max(SHORT, config.shortest_context())
+        return max(SHORT, 2 * config.attended)
+
+    @staticmethod
+    def modeled(config: Method, layer: Layer) -> Threshold:
+        """Return the threshold that ``config`` sets or estimates. Nothing is measured."""
+        how = MODELED if getattr(config, "dense_below", 0) == "auto" and not config.experiment else GIVEN
+        if isinstance(config, Prefill):
+            return Threshold(config.max_density(layer.backend), how)
+        return Threshold(config.shortest_context(layer.step), how)
+
+    def look_up(self, config: Method, layer: Layer) -> Threshold | None:
+        """Return the threshold from a stored measurement, or None if there is no valid measurement."""
+        try:
+            result = read_measurement(measurement_key(config, layer))
+            return None if result is None else self.read(config, layer, result)
+        except (ArtefactError, ValueError) as error:
+            self._progress(f"a measurement is ignored, and replaced by the next: {error}")
+            return None
+
+    def read(self, config: Method, layer: Layer, result: Mapping[str, Any]) -> Threshold:
+        """Compute the threshold from the content of a calibration file."""
+        if isinstance(config, Prefill):
+            low, high = result.get("share", -1), result.get("best", -1)
+            if not all(type(share) in (int, float) and 0 <= share <= 1 for share in (low, high)):
+                raise ValueError("expected shares from 0 to 1")
+            value, best, busy = config.max_density(layer.backend, low), high, high - low > BUSY_SHARE
+            return Threshold(value, MEASURED, best if best != value else None, busy)
+        points = read_points(result)
+        possible, won = crossover(points)
+        # If dense attention won at the longest length, the model decides for longer contexts.
+        keys = won or max(points[-1].S + 1, int(self.modeled(config, layer).value))
+        value = config.shortest_context(replace(layer.step, measured=keys))
+        best = None if possible is None else config.shortest_context(replace(layer.step, measured=possible))
+        busy = possible is not None and keys > BUSY * possible
+        return Threshold(value, MEASURED, best if best != value else None, busy)
+
+    def measure(self, config: Method, layer: Layer) -> Threshold | None:
+        """Time dense and sparse attention, store the result and return the threshold.
+
+        Return None if not enough memory is free.
+        """
+        seconds = self._seconds or SECONDS[timing.device_kind()]
+        limit = f"{layer}; up to {seconds:g} s, once"
+        self._progress(f"calibrating: finding the context length at which {config.name} is faster ({limit}) ...")
+        start = time.monotonic()
+        mx.synchronize()
+        try:
+            if isinstance(config, Prefill):
+                result = timing.time_prefill(config, layer, seconds)
+            else:
+                result = self._measure_steps(config, layer, seconds)
+        except MemoryError as error:
+            self._progress(f"not measured: {error}. The documented model decides instead.")
+            return None
+        finally:
+            mx.clear_cache()  # free the memory of the measurement
+        found = self.read(config, layer, json.loads(json.dumps(result)))
+        self._progress(f"{describe(config, found)}; it took {time.monotonic() - start:.1f} s.")
+        try:
+            write_measurement(measurement_key(config, layer), result)
+        except OSError as error:
+            self._progress(f"the measurement cannot be saved: {error}. It is used for this run only.")
+        return found
+
+    def _measure_steps(self, config: Method, layer: Layer, seconds: float) -> dict[str, object]:
+        shortest, first = self.shortest_measured(config), int(self.modeled(config, layer).value)
+        longest = max(min(timing.most_keys(layer, shortest), LONGEST), shortest)
+        measure = partial(timing.time_steps, config, layer, seconds=seconds / 10)
+        points = find(measure, shortest=shortest, longest=longest, first=first, seconds=seconds)
+        return {"points": points}

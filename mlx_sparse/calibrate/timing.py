@@ -1,0 +1,218 @@
+"""Time dense and sparse attention on layers with random keys and values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import quantiles
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from ..cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
+from ..cache.sparse_cache import SparseCache
+from ..core.base import Method, Prefill, Step
+from ..core.blocks.layout import Layout
+from .search import MIN_SPEEDUP, Pairs
+
+PAIRS = (5, 15)  # minimum and maximum number of dense and sparse steps of one timing of a length
+PROMPT_TURNS = 3
+DENSITIES = (0.125, 0.5)  # densities at which a prefill chunk is timed
+ROOM = 256  # free rows of a cache for the keys of the timed steps, as in mlx-lm's caches
+TILE = 1024  # random rows; longer contexts repeat them with other scales
+NEEDED = 4  # memory in units of K and V of a layer: caches of dense and sparse steps, and auxiliary cache state
+FREE_SHARE = 0.25  # share of the free memory that a measurement may use
+WORKING_SET = 128 << 20  # bytes of K and V that a timed step should read: more than most last-level caches
+LEAST_LAYERS = 2  # per timed step
+MOST_LAYERS = {"cpu": 8, "gpu": 32}  # per timed step; more layers reduce the share of the wait for a GPU
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Backend, sizes and dtype of a layer. Equal layers share a threshold.
+
+    Attributes:
+        step: sizes of a decode step. Its attribute ``measured`` is None.
+        L: number of tokens in a prefill chunk; 1 for decode steps.
+    """
+
+    backend: str
+    step: Step
+    dtype: mx.Dtype
+    L: int = 1
+
+    @property
+    def row(self) -> int:
+        """Bytes of one key row and one value row, summed over all KV heads."""
+        return 2 * self.step.heads * self.step.row_bytes
+
+    def __str__(self) -> str:
+        return f"{self.backend}, {self.step.heads * self.step.G} x {self.step.heads} heads of {self.step.D}"
+
+
+def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
+    """Time dense and sparse decode steps over ``S`` keys alternately, for about ``seconds``.
+
+    Return pairs of a dense and a sparse time in seconds per layer. A timed step evaluates several layers together.
+    Each layer writes a row into its own cache, and the output of a layer is the query of the next layer.
+    """
+    fit = int(FREE_SHARE * free_memory()) // (NEEDED * layer.row * S)
+    layers = max(LEAST_LAYERS, min(MOST_LAYERS[device_kind()], WORKING_SET // (layer.row * S), fit))
+    heads, G = layer.step.heads, layer.step.G
+    sides = [[_cache(layer, S, n) for n in range(layers)] for _ in ("dense", "sparse")]
+    query, row = (_rows(layer, n, 1) for n in (heads * G, heads))
+    scale = layer.step.D**-0.5
+
+    def dense(cache: Any, out: mx.array) -> mx.array:
+        packed = isinstance(cache, SparseQuantizedKVCache)
+        keys, values = cache.keys_and_values() if packed else cache.rows("ops")[:2]
+        # out[:] is a new array, because mlx-lm scales the queries of a quantized cache in place.
+        return scaled_dot_product_attention(out[:], keys, values, cache=cache, scale=scale, mask=None)
+
+    def sparse(cache: SparseCache, out: mx.array) -> mx.array:
+        return cache.attend(out, config, scale=scale, backend=layer.backend)[0]
+
+    def step(attend: Callable[[Any, mx.array], mx.array], caches: list[SparseCache]) -> mx.array:
+        out = query
+        for cache in caches:
+            cache.update_and_fetch(row, row)
+            out = attend(cache, out)
+        return out
+
+    steps = partial(step, dense, sides[0]), partial(step, sparse, sides[1])
+    for run in 2 * steps:  # compile, and touch the memory for the first time
+        seconds_of(run)
+    pairs: list[tuple[float, float]] = []
+    end = time.perf_counter() + seconds
+    while len(pairs) < PAIRS[0] or (len(pairs) < PAIRS[1] and time.perf_counter() < end):
+        first = len(pairs) % 2  # dense and sparse steps alternate in running first
+        took = {which: seconds_of(steps[which]) / layers for which in (first, 1 - first)}
+        pairs.append((took[0], took[1]))
+    return pairs
+
+
+def device_kind() -> str:
+    """Return "cpu" or "gpu", the type of MLX's default device."""
+    return "cpu" if mx.default_device().type == mx.cpu else "gpu"
+
+
+def free_memory() -> int:
+    """Return how many bytes of memory are free on MLX's default device."""
+    free = int(psutil.virtual_memory().available)
+    if device_kind() == "gpu":
+        most = int(mx.device_info().get("max_recommended_working_set_size", free))
+        free = min(free, most - mx.get_active_memory())
+    return max(free, 0)
+
+
+def most_keys(layer: Layer, shortest: int) -> int:
+    """Return how many keys of a context can be timed in the free memory. If ``shortest`` do not fit, raise an error."""
+    most = int(FREE_SHARE * free_memory()) // (LEAST_LAYERS * NEEDED * layer.row)
+    if most < shortest:
+        raise _not_enough_memory()
+    return most
+
+
+def _not_enough_memory() -> MemoryError:
+    return MemoryError(f"{FREE_SHARE * free_memory() / 1e6:.0f} MB of free memory are too few")
+
+
+def _cache(layer: Layer, S: int, n: int) -> Any:
+    """Return a KV cache with ``S`` random rows and `ROOM` free rows. Each ``n`` gives different rows."""
+    cache: Any = SparseKVCache()  # type: ignore[no-untyped-call]
+    rows: Any = (_rows(layer, layer.step.heads, S + ROOM, 2 * n + side) for side in range(2))
+    if layer.step.packed is not None:
+        bits, group_size = layer.step.packed
+        cache = SparseQuantizedKVCache(group_size=group_size, bits=bits)
+        rows = (mx.quantize(array, group_size=group_size, bits=bits) for array in rows)
+    cache.keys, cache.values = rows
+    cache.offset = S
+    mx.eval(cache.keys, cache.values)
+    return cache
+
+
+def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
+    """Return random rows ``(1, heads, S, D)`` from ``seed``. MLX's global random state does not change."""
+    D = layer.step.D
+    tiles = -(-S // TILE)
+    some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
+    scales = 1 + mx.arange(tiles)[:, None, None] / (4 * tiles)  # no two rows are the same
+    rows = (some * scales.astype(layer.dtype)).reshape(1, heads, -1, D)
+    return mx.contiguous(rows[:, :, :S])
+
+
+def time_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, object]:
+    """Time dense attention, the selection of blocks, and attention to few and to many blocks in a prefill chunk.
+
+    Return a dict with the lengths "S" and "L" and two estimates of the largest density at which sparse attention is
+    faster. "share" is the lower quartile over the turns, and "best" is the upper quartile. The time of attention is
+    assumed to be linear in the number of blocks. On a CPU, one head represents all heads.
+    """
+    step, L = layer.step, layer.L
+    heads, G = (1, 1) if device_kind() == "cpu" else (step.heads, step.G)
+    S = max(config.shortest_context(), 2 * L)
+    S += -S % config.block_size
+    # On a CPU, MLX stores the scores of a head.
+    needed = 12 * L * S if device_kind() == "cpu" else 8 * heads * G * (S + L) * step.D
+    if needed > FREE_SHARE * free_memory():
+        raise _not_enough_memory()
+    queries = _rows(layer, heads * G, L)
+    keys, values = (_rows(layer, heads, S, side + 1) for side in range(2))
+    layout = config.layout(L, S)
+    cache = SparseKVCache()  # type: ignore[no-untyped-call]
+    cache.keys, cache.values, cache.offset = keys, values, S
+    scale = step.D**-0.5
+
+    def attend(blocks: mx.array) -> mx.array:
+        return cache.attend_prefill(queries, config, scale=scale, backend=layer.backend, blocks=blocks)[0]
+
+    listed = [_some_blocks(layout, share, heads * G) for share in DENSITIES]
+    runs: list[Callable[[], object]] = [
+        lambda: mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal"),
+        lambda: cache.select_prefill(queries, config, scale=scale, backend=layer.backend, max_density=1.0),
+        *(partial(attend, blocks) for blocks in listed),
+    ]
+    kept = [np.count_nonzero(np.array(blocks) >= 0) / (layout.causal_pairs * heads * G) for blocks in listed]
+    turns: list[list[float]] = []
+    end = time.monotonic() + seconds
+    while len(turns) < 1 + PROMPT_TURNS and (len(turns) < 3 or time.monotonic() < end):
+        turns.append([seconds_of(run) for run in runs])
+    low, _, high = quantiles([_share(kept, *turn) for turn in turns[1:]], method="inclusive")  # the first compiles
+    return {"share": round(low, 3), "best": round(high, 3), "S": S, "L": L}
+
+
+def _share(kept: Sequence[float], dense: float, select: float, few: float, many: float) -> float:
+    """Compute the largest density at which sparse attention is faster than dense attention.
+
+    The times are in seconds. ``kept`` contains the densities of the few and of the many blocks.
+    """
+    slope = (many - few) / (kept[1] - kept[0])
+    left = dense / MIN_SPEEDUP - select - few
+    return min(max(kept[0] + left / slope, 0.0), 1.0) if slope > 0 else float(left > 0)
+
+
+def _some_blocks(layout: Layout, share: float, heads: int) -> mx.array:
+    """Return lists ``(1, heads, R, N)`` of evenly spaced key blocks, padded with -1.
+
+    Each row block lists the share ``share`` of its causal key blocks, and always the last causal key block.
+    """
+    rows = []
+    for r in range(layout.row_blocks):
+        causal = layout.first_block + r + 1
+        count = max(1, round(share * causal))
+        rows.append(sorted({causal - 1 - i * causal // count for i in range(count)}))
+    width = max(map(len, rows))
+    lists = mx.array([row + [-1] * (width - len(row)) for row in rows], dtype=mx.int32)
+    return mx.contiguous(mx.broadcast_to(lists, (1, heads, *lists.shape)))
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Call ``run``, evaluate its result, and return the time in seconds."""
+    start = time.perf_counter()
+    mx.eval(run())
+    return time.perf_counter() - start
