@@ -1,11 +1,9 @@
 """Define the start-up hook that adds the option --attn to the commands of mlx-lm and mlx-vlm.
 
 If the environment variable MLX_SPARSE_ATTN is set, the hook also enables each model that mlx-lm or mlx-vlm loads.
-Before a program that uses this package imports mlx.core, the hook loads a fast BLAS, if the user has fetched one.
 The installation adds a .pth file (pyproject.toml) with one line of code, which Python runs when it starts. The code
-puts a finder into sys.meta_path. The finder reads this file when mlx_lm or mlx_vlm is imported, or when a program that
-uses this package imports mlx.core, and then calls `find_spec`. The name mlx_sparse is not imported until a command
-runs, because it may also name a file of the user.
+puts a finder into sys.meta_path. The finder reads this file when mlx_lm or mlx_vlm is imported, and then calls
+`find_spec`. The name mlx_sparse is not imported until a command runs, because it may also name a file of the user.
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType |
     If the module has nothing to wrap, return None.
     """
     wrap: Callable[[ModuleType], None]
-    if name == "mlx.core" and ("mlx_sparse" in sys.modules or _requested()) and "mlx_sparse.cli" not in sys.modules:
-        load_blas()  # the command mlx-sparse does this itself
     if name in COMMANDS or name in VLM_COMMANDS:
         wrap = _wrap_main
     elif name in LOADERS and _variable():
@@ -76,20 +72,6 @@ class WrappingLoader:
 def _variable() -> str:
     """Return the methods in the environment variable `VARIABLE`, or an empty string if the variable is not set."""
     return os.environ.get(VARIABLE, "").strip()
-
-
-def _requested() -> bool:
-    """Return True if the user asked for sparse attention."""
-    return bool(_variable()) or any(word.startswith("--attn") for word in sys.argv)
-
-
-def load_blas() -> None:
-    """Load OpenBLAS if the user has fetched it. Do not import mlx_sparse, which may also name a file of the user."""
-    found: dict[str, Any] = {"__name__": "_mlx_sparse_blas"}
-    with contextlib.suppress(Exception):
-        for name in ("files", "blas"):
-            exec(compile(Path(__file__).with_name(f"{name}.py").read_bytes(), name, "exec"), found)
-        found["load"](found["cache_directory"]())
 
 
 def _is_ours(finder: object) -> bool:
@@ -163,7 +145,7 @@ def _import(name: str) -> Any:
 
 def _step_aside(error: Exception) -> None:
     """Print why a command or a model stays unchanged, if the user asked for sparse attention."""
-    if _requested():
+    if _variable() or any(word.startswith("--attn") for word in sys.argv):
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         with contextlib.suppress(Exception):  # standard error may be closed
             sys.stderr.write(f"[mlx-sparse] attention is dense: {reason[:200]}\n")

@@ -1,8 +1,8 @@
-"""Load OpenBLAS into this process, so that MLX on a Linux CPU calls it instead of its own slow BLAS.
+"""Make MLX on a Linux CPU call OpenBLAS instead of its own slow BLAS, in this process.
 
-MLX's Linux wheel contains the reference BLAS. If OpenBLAS is in the global scope of the process before `mlx.core` is
-imported, the dynamic linker binds MLX's calls to OpenBLAS. The start-up hook runs this file without the package, so the
-file imports only the standard library.
+MLX's Linux wheel contains the reference BLAS. `load` loads OpenBLAS and replaces the addresses of the BLAS functions in
+the table through which MLX's library calls them. Other libraries do not see OpenBLAS: in the global scope of the
+process it would replace functions of torch and NumPy too, with other calling conventions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ BUILDS = {
     },
 }
 # Libraries for this system. The dict is empty if they cannot run here.
-LIBRARIES = BUILDS.get(platform.machine(), {}) if platform.libc_ver()[0] == "glibc" else {}
+LIBRARIES = BUILDS.get(platform.machine(), {}) if sys.platform == "linux" and platform.libc_ver()[0] == "glibc" else {}
+
+
+STRTAB, SYMTAB, JMPREL, PLTRELSZ, FLAGS_1 = 5, 6, 23, 2, 0x6FFFFFFB  # tags of an ELF file's dynamic section
+NOW = 1  # flag: the table is read-only after the library is loaded
+_loaded: list[ctypes.CDLL] = []  # OpenBLAS, once MLX calls it
 
 
 def fetched(cache: Path) -> bool:
@@ -42,8 +47,8 @@ def fetched(cache: Path) -> bool:
 
 
 def load(cache: Path) -> None:
-    """Load OpenBLAS from ``cache`` if MLX would call its own BLAS. If a library is damaged, print a line instead."""
-    if "mlx.core" in sys.modules or not fetched(cache) or in_use():
+    """Make MLX call OpenBLAS if it is in ``cache`` and MLX uses its own BLAS. If a library is damaged, print a line."""
+    if not fetched(cache) or note() != SLOW:
         return
     # MLX runs all other operations of a step on one core. A second BLAS thread saves 10 % on an idle machine. If other
     # programs run, the threads wait for each other and a step takes several times as long.
@@ -51,11 +56,34 @@ def load(cache: Path) -> None:
     os.environ[THREADS] = chosen or "1"
     try:
         for path in checked(cache / DIRECTORY):
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except (OSError, ValueError) as error:
+            library = ctypes.CDLL(str(path))
+        _bind(library)
+        _loaded.append(library)
+    except (OSError, ValueError, AttributeError) as error:
         sys.stderr.write(f"[mlx-sparse] OpenBLAS is not used: {error}\n")
     if chosen is None:
         del os.environ[THREADS]  # other libraries read it too
+
+
+def _bind(library: ctypes.CDLL) -> None:
+    """Write the addresses of the BLAS functions in ``library`` to the procedure linkage table of libmlx.so."""
+    import mlx.core as mx
+
+    mlx = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"), mode=os.RTLD_NOLOAD)
+    # In glibc, a handle is the address of a struct link_map: base address, name, dynamic section, ...
+    base, _, section = (ctypes.c_size_t * 3).from_address(mlx._handle)
+    dynamic: dict[int, int] = {}
+    while (entry := (ctypes.c_size_t * 2).from_address(section))[0]:
+        dynamic[entry[0]] = entry[1]
+        section += ctypes.sizeof(entry)
+    if JMPREL not in dynamic or dynamic.get(FLAGS_1, 0) & NOW:
+        raise OSError(f"{mlx._name}: expected a procedure linkage table that can be changed, got none.")
+    for at in range(dynamic[JMPREL], dynamic[JMPREL] + dynamic[PLTRELSZ], 24):  # Elf64_Rela
+        offset, info = (ctypes.c_size_t * 2).from_address(at)
+        symbol = ctypes.c_uint32.from_address(dynamic[SYMTAB] + 24 * (info >> 32)).value  # Elf64_Sym
+        name = ctypes.string_at(dynamic[STRTAB] + symbol).decode()
+        if name.startswith("cblas_"):
+            ctypes.c_void_p.from_address(base + offset).value = ctypes.cast(library[name], ctypes.c_void_p).value
 
 
 def checked(folder: Path) -> list[Path]:
@@ -73,14 +101,11 @@ def checked(folder: Path) -> list[Path]:
 
 def in_use() -> str | None:
     """Return the name of the fast BLAS that MLX calls in this process. If there is none, return None."""
-    if not LIBRARIES:
-        return None
-    scope = ctypes.CDLL(None)
-    if hasattr(scope, "openblas_get_config"):
-        scope.openblas_get_config.restype = ctypes.c_char_p
-        version = b" ".join(scope.openblas_get_config().split()[:2]).decode()
-        return f"{version}, threads: {scope.openblas_get_num_threads()}"
-    return "preloaded" if hasattr(scope, "cblas_sgemm") else None
+    for library in _loaded:
+        library.openblas_get_config.restype = ctypes.c_char_p
+        version = b" ".join(library.openblas_get_config().split()[:2]).decode()
+        return f"{version}, threads: {library.openblas_get_num_threads()}"
+    return "preloaded" if LIBRARIES and hasattr(ctypes.CDLL(None), "cblas_sgemm") else None
 
 
 def note() -> str | None:

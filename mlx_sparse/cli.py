@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from ._boot import VARIABLE, load_blas
+from ._boot import VARIABLE
 from .checks import ConfigError, Parser, SparseAttentionError
 from .extras import naming_missing
 from .files import cache_directory
@@ -58,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @naming_missing()
 def _dispatch(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
-    if "--fast-blas" not in arguments:  # a command with this option fetches OpenBLAS first
-        load_blas()
     if arguments[0] in HOSTED:
         return _hosted(arguments[0], arguments[1:])
     variable = os.environ.pop(VARIABLE, "").strip()  # these commands enable and disable models themselves
@@ -141,7 +139,7 @@ def _doctor(args: argparse.Namespace, variable: str) -> int:
     if args.model is None and (args.attn or args.attn_backend):
         raise ConfigError("--attn: expected the option --model too, got none. Name the model.")
     if args.fast_blas:
-        openblas.use(cache_directory())
+        openblas.fetch_libraries(cache_directory())
     attn = args.attn or variable or doctor.ATTN
     findings = doctor.examine(args.model, attn, args.attn_backend or "auto", variable=variable)
     print(json.dumps(findings, indent=2) if args.json else doctor.text(findings))

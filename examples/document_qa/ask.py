@@ -3,11 +3,10 @@
 import argparse
 import copy
 
-import mlx_sparse  # before MLX: loads OpenBLAS on a Linux CPU, if it was fetched
-
-# isort: split
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import load_prompt_cache
+
+import mlx_sparse
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("cache", help="the file that cache_prompt wrote")

@@ -3,10 +3,9 @@
 import argparse
 from pathlib import Path
 
-import mlx_sparse  # before MLX: loads OpenBLAS on a Linux CPU, if it was fetched
-
-# isort: split
 from mlx_lm import load, stream_generate
+
+import mlx_sparse
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("model", help="folder or Hugging Face repo")

@@ -15,6 +15,7 @@ from .. import __version__, _boot, blas
 from ..checks import SparseAttentionError, echoed
 from ..core.registry import BACKENDS, unavailable
 from ..extras import NAME, REBUILD, install_hint
+from ..files import cache_directory
 from . import environment
 
 PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "numpy", "tqdm", "transformers", "torch", "triton")
@@ -117,6 +118,7 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
 def _device() -> str:
     import mlx.core as mx
 
+    blas.load(cache_directory())
     return "; ".join(filter(None, (str(mx.default_device()), blas.note())))
 
 

@@ -55,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
     check_model(args.model, cache, args.accept_license)
     texts.check(args.text)
     if args.fast_blas:
-        openblas.use(cache)
+        openblas.fetch_libraries(cache)
+    blas.load(cache)
     # Files and pipes have no width.
     console = Console(stderr=args.json, highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH)
     if note := blas.note():

@@ -209,7 +209,9 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["fetch", "_unpack"])
-def test_concurrent_unpacking_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_concurrent_unpacking_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], step: str
+) -> None:
     """Test two processes, of which the faster removes the wheel before the slower reads it."""
     monkeypatch.setattr(openblas.platform, "machine", lambda: "x86_64")
     libraries = blas.BUILDS["x86_64"]
@@ -221,4 +223,5 @@ def test_concurrent_unpacking_works(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(openblas, step, faster)
     openblas.fetch_libraries(tmp_path)
+    assert capsys.readouterr().err == ""
     assert [(tmp_path / blas.DIRECTORY / name).read_text() for name in libraries] == list(libraries)

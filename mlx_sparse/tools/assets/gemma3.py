@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 from tqdm import tqdm
 
 from ...extras import require
@@ -28,7 +29,6 @@ from .smollm2 import (
 from .store import build_directory, check_file, fetch
 
 if TYPE_CHECKING:
-    import mlx.core as mx
     from gguf import GGUFReader
 
 TERMS = "https://ai.google.dev/gemma/terms"
@@ -114,7 +114,6 @@ def model_config(reader: GGUFReader) -> dict[str, Any]:
 
 def model_weights(reader: GGUFReader) -> dict[str, mx.array]:
     """Return a dict from the name of each weight in mlx-lm to the weight in float32."""
-    import mlx.core as mx
     from gguf import dequantize
 
     weights = {}

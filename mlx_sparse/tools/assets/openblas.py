@@ -32,20 +32,9 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def use(cache: Path) -> None:
-    """Load OpenBLAS. The first call fetches and unpacks it. `mlx.core` must not be imported yet."""
-    if not blas.LIBRARIES or blas.in_use():
-        return
-    try:
-        fetch_libraries(cache)
-    except (ArtefactError, OSError) as error:
-        print(f"OpenBLAS is not available, so the run is slower: {error}", file=sys.stderr)
-    blas.load(cache)
-
-
 def fetch_libraries(cache: Path) -> None:
-    """Fetch and unpack OpenBLAS and its dependencies if they are missing in ``cache``."""
-    if blas.fetched(cache):
+    """Fetch and unpack OpenBLAS and its dependencies if they are missing in ``cache``. On an error, print a line."""
+    if not blas.LIBRARIES or blas.fetched(cache):
         return
     machine = platform.machine()
     # SciPy 1.13.1 has no wheels for Python 3.13 and later. The libraries in this wheel do not depend on Python.
@@ -54,9 +43,9 @@ def fetch_libraries(cache: Path) -> None:
         wheel = fetch(WHEEL, WHEELS[machine], cache, [*options, "--platform", f"manylinux2014_{machine}"])
         build_directory(cache / blas.DIRECTORY, partial(_unpack, wheel))
         wheel.unlink(missing_ok=True)  # only the libraries are needed
-    except (ArtefactError, OSError):
+    except (ArtefactError, OSError) as error:
         if not blas.fetched(cache):  # else another process has built the folder and removed the wheel
-            raise
+            print(f"OpenBLAS is not available, so the run is slower: {error}", file=sys.stderr)
 
 
 def _unpack(wheel: Path, folder: Path) -> None:

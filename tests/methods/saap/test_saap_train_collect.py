@@ -104,7 +104,6 @@ def test_memory_is_independent_of_the_text_length(tmp_path: Path, without_torch:
     """Collect four times the text, much larger than the model, with at most a quarter of its size as extra memory."""
     script = """
 import resource, sys
-import mlx_sparse  # loads a fast BLAS when MLX is imported
 sys.path[:0] = {folders!r}
 from pathlib import Path
 from tiny_models import build
