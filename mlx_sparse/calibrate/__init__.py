@@ -174,7 +174,8 @@ class Calibration:
         return found
 
     def _measure_steps(self, config: Method, layer: Layer, seconds: float) -> dict[str, object]:
-        shortest, first = self.shortest_measured(config), int(self.modeled(config, layer).value)
+        # A method that is modeled as never faster is timed from the shortest length on.
+        shortest, first = self.shortest_measured(config), int(self.modeled(config, layer).value) % NEVER
         longest = max(min(timing.most_keys(layer, shortest), LONGEST), shortest)
         measure = partial(timing.time_steps, config, layer, seconds=seconds / 10)
         points = find(measure, shortest=shortest, longest=longest, first=first, seconds=seconds)

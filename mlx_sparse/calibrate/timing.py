@@ -16,6 +16,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..cache.kv_cache import SparseKVCache, SparseQuantizedKVCache
 from ..cache.sparse_cache import SparseCache
+from ..core import registry
 from ..core.base import Method, Prefill, Step
 from ..core.blocks.layout import Layout
 from .search import MIN_SPEEDUP, Pairs
@@ -69,10 +70,7 @@ def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
     scale = layer.step.D**-0.5
 
     def dense(cache: Any, out: mx.array) -> mx.array:
-        packed = isinstance(cache, SparseQuantizedKVCache)
-        keys, values = cache.keys_and_values() if packed else cache.rows("ops")[:2]
-        # out[:] is a new array, because mlx-lm scales the queries of a quantized cache in place.
-        return scaled_dot_product_attention(out[:], keys, values, cache=cache, scale=scale, mask=None)
+        return _dense(layer, out, cache, scale)
 
     def sparse(cache: SparseCache, out: mx.array) -> mx.array:
         return cache.attend(out, config, scale=scale, backend=layer.backend)[0]
@@ -94,6 +92,18 @@ def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
         took = {which: seconds_of(steps[which]) / layers for which in (first, 1 - first)}
         pairs.append((took[0], took[1]))
     return pairs
+
+
+def _dense(layer: Layer, queries: mx.array, cache: Any, scale: float) -> mx.array:
+    """Run the dense attention of an enabled model, which uses native kernels if its sparse attention does."""
+    if layer.backend == "cpu":
+        keys, values, length = cache.rows("cpu")
+        out: mx.array = registry.load("attend_all", "cpu")(queries, keys, values, scale=scale, **length)[0]
+        return out
+    mask: Any = None if layer.L == 1 else "causal"
+    keys, values = cache.keys_and_values() if layer.step.packed else cache.rows("ops")[:2]
+    # queries[:] is a new array, because mlx-lm scales the queries of a quantized cache in place.
+    return scaled_dot_product_attention(queries[:], keys, values, cache=cache, scale=scale, mask=mask)
 
 
 def device_kind() -> str:
@@ -173,7 +183,7 @@ def time_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, obj
 
     listed = [_some_blocks(layout, share, heads * G) for share in DENSITIES]
     runs: list[Callable[[], object]] = [
-        lambda: mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal"),
+        lambda: _dense(layer, queries, cache, scale),
         lambda: cache.select_prefill(queries, config, scale=scale, backend=layer.backend, max_density=1.0),
         *(partial(attend, blocks) for blocks in listed),
     ]

@@ -30,7 +30,8 @@ class Step:
         G: number of query heads per KV head.
         D: head dim.
         itemsize: bytes per element of keys and values.
-        gpu: kind of GPU for the `metal` and `triton` backends, a key of `cost.ENOUGH_SAVED`; empty if there is no GPU.
+        device: a key of `cost.ENOUGH_SAVED`: "cpu" for native kernels, or the kind of GPU. Any other text means array
+            operations.
         buckets: number of buckets in SAAP's index.
         network: size in bytes of SAAP's query network for one KV head.
         measured: crossover length in keys that was measured on this machine; None before a measurement.
@@ -41,7 +42,7 @@ class Step:
     G: int
     D: int
     itemsize: int
-    gpu: str = ""
+    device: str = ""
     buckets: int = 0
     network: int = 0
     measured: int | None = None

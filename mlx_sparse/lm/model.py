@@ -160,6 +160,11 @@ def sparse(model: nn.Module, attn: Attn = "sparq", *, backend: str = "auto", rec
         disable(model)
 
 
+def native_dense(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Run dense attention with native kernels inside a ``with`` block. If they cannot run, mlx-lm's attention runs."""
+    return contextlib.nullcontext() if registry.unavailable("cpu") else sparse(model, Dense(), backend="cpu")
+
+
 @contextlib.contextmanager
 def lossless(
     model: nn.Module, attn: Attn = "sparq", *, backend: str = "auto", draft_tokens: int | None = None

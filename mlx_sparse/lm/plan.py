@@ -141,11 +141,11 @@ class Plan:
     ) -> Layer:
         """Return the layer's shape, backend and cache type, which determine its crossover length."""
         prompts = isinstance(config, Prefill)
-        gpu = registry.gpu_kind() if backend == "metal" else ""
+        device = registry.gpu_kind() if backend == "metal" else backend
         more: dict[str, Any] = {} if prompts or hooks is None else hooks.sizes(cache)
         if isinstance(keys, PackedRows) and not prompts:
             more["packed"] = keys.bits, keys.group_size
-        step = Step(keys.shape[1], _group(queries, keys), keys.shape[3], keys.itemsize, gpu, **more)
+        step = Step(keys.shape[1], _group(queries, keys), keys.shape[3], keys.itemsize, device, **more)
         return Layer(backend, step, keys.dtype, self.calibration.chunk if prompts else 1)
 
     def plan_layer(

@@ -19,11 +19,13 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from ..cache.kv_cache import Mask
 from ..core import reasons
 from ..model_info import leaves, new_caches
 from ..model_parts import without_pipeline
 from . import seam
 from .call import active
+from .dense import DenseAttention
 
 RECORDERS = "_mlx_sparse_recorders"
 # Recorded calls per thread. A layer has one RoPE call for queries and one for keys, or more if it splits them.
@@ -249,21 +251,31 @@ class Seen:
 
 
 class _Observer:
-    """Listener that reports each attention call to ``visit`` and lets mlx-lm run the attention."""
+    """Listener that reports each attention call to ``visit``. ``dense`` or mlx-lm runs the attention."""
 
-    def __init__(self, caches: list[object], visit: Callable[[Seen], None], rotations: list[int]) -> None:
+    def __init__(
+        self,
+        caches: list[object],
+        visit: Callable[[Seen], None],
+        rotations: list[int],
+        dense: DenseAttention | None,
+    ) -> None:
         self.caches = caches
         self.visit = visit
+        self.dense = dense
         self.rotations = rotations
         self.written: dict[int, tuple[mx.array, int]] = {}
 
     def attend(
-        self, queries: mx.array, keys: object, values: object, cache: object, scale: float, mask: object, sinks: object
-    ) -> None:
+        self, queries: mx.array, keys: Any, values: Any, cache: object, scale: float, mask: Mask, sinks: mx.array | None
+    ) -> mx.array | None:
         layer = next((index for index, leaf in enumerate(self.caches) if leaf is cache), -1)
         rows, position = self.written.pop(id(cache), (None, 0))
         self.visit(Seen(layer, queries, rows, scale, position, self.rotations[0]))
         self.rotations[0] = 0  # after the visit, which may rotate too
+        if self.dense is None:
+            return None
+        return self.dense.attend_natively(queries, keys, values, None, scale, mask, sinks)
 
     @contextmanager
     def recording_writes(self) -> Iterator[None]:
@@ -289,7 +301,12 @@ class _Observer:
 
 
 def visit_calls(
-    model: nn.Module, tokens: mx.array, caches: list[object], visit: Callable[[Seen], None], recorder: Recorder
+    model: nn.Module,
+    tokens: mx.array,
+    caches: list[object],
+    visit: Callable[[Seen], None],
+    recorder: Recorder,
+    dense: DenseAttention | None = None,
 ) -> mx.array:
     """Run ``model`` on ``tokens``, call ``visit`` before each attention call, and return the logits.
 
@@ -298,6 +315,7 @@ def visit_calls(
         caches: result of `new_caches`.
         visit: function that receives each attention call.
         recorder: active recorder for the model. It is cleared after each visit.
+        dense: dense attention on native kernels; None for mlx-lm's attention.
     """
 
     def visit_and_forget(seen: Seen) -> None:
@@ -307,7 +325,7 @@ def visit_calls(
     places = seam.bind(model)
     try:
         with _counting_rotations() as rotations:
-            observer = _Observer(leaves(caches), visit_and_forget, rotations)
+            observer = _Observer(leaves(caches), visit_and_forget, rotations, dense)
             token = active.set(observer)
             try:
                 with observer.recording_writes():

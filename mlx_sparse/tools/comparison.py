@@ -1,4 +1,7 @@
-"""Prefill a long prompt once, and decode from the same prompt cache with dense and with sparse attention."""
+"""Prefill a long prompt once, and decode from the same prompt cache with dense and with sparse attention.
+
+The dense steps are those of the unmodified model. Where native kernels run, native dense steps are measured too.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ from rich.console import Console
 
 from ..calibrate import Calibration, describe
 from ..checks import ConfigError
-from ..core.base import Method
+from ..core import registry
+from ..core.base import Dense, Method
 from ..core.decide import NEVER
-from ..lm.model import disable, enable, plan_of
+from ..lm.model import disable, enable, native_dense, plan_of
 from ..model_info import config_of
 from .evaluate.tasks import encode
 from .progress import Update, stage, token_bar
@@ -34,7 +38,9 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 PREFILL_CHUNK = 512  # tokens of a prefill chunk in `compare`; small, so that the progress bar also moves on a CPU
-TURNS = 2  # number of dense runs and of sparse runs, which alternate; the steps of all runs count
+TURNS = 2  # number of runs of each kind, which alternate; the steps of all runs count
+LEAST = 8192  # tokens of a prompt without a given length, or more if the crossover length is long
+NATIVE = "native dense"
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Length:
     """Requested length of a prompt.
 
     Attributes:
-        context: number of tokens. If None, the prompt has ``margin`` times the crossover length.
+        context: number of tokens. If None, the prompt has ``margin`` times the crossover length, and at least `LEAST`.
         seconds: longest time of the prefill in seconds, which may shorten the prompt.
     """
 
@@ -111,6 +117,7 @@ class Comparison:
         limit: what limited ``context``: the "time" of the prefill, the "text", the context length of the "model", or ""
             if the prompt has the intended length.
         forced: True if the method was sparse below its crossover length, because a longer context was impossible.
+        native: answer with dense attention on native kernels; None if they cannot run.
         report: result of `Report.as_dict` for the last sparse run, with the numbers of attention calls and bytes.
     """
 
@@ -122,12 +129,20 @@ class Comparison:
     forced: bool
     prefill_seconds: float
     dense: Decoded
+    native: Decoded | None
     sparse: Decoded
     report: dict[str, Any]
 
     @property
+    def speeds(self) -> dict[str, float]:
+        """Decode speeds in tokens per second."""
+        answers = {"dense": self.dense, NATIVE: self.native, "sparse": self.sparse}
+        return {name: answer.tokens_per_second for name, answer in answers.items() if answer is not None}
+
+    @property
     def speedup(self) -> float:
-        return self.sparse.tokens_per_second / self.dense.tokens_per_second
+        """Speed-up over the unmodified model."""
+        return self.speeds["sparse"] / self.speeds["dense"]
 
     @property
     def same_tokens(self) -> int:
@@ -151,7 +166,7 @@ class Comparison:
         return (
             asdict(self)
             | {name: getattr(self, name) for name in ("speedup", "same_tokens", "identical")}
-            | {"tokens_per_second": [self.dense.tokens_per_second, self.sparse.tokens_per_second]}
+            | {"tokens_per_second": self.speeds}
         )
 
 
@@ -180,7 +195,7 @@ def compare(
         crossovers, crossover = measure_crossover(model, config, calibration)
     known = config_of(model).get("max_position_embeddings")
     longest = min(prompt.length, known - max_tokens if isinstance(known, int) else NEVER)
-    target = min(length.context or length.margin * crossover, longest)
+    target = min(length.context or max(length.margin * crossover, LEAST), longest)
     limit = "" if target < longest else "text" if target == prompt.length else "model"
     if target <= len(prompt.end):
         fewest = len(prompt.end) + 1
@@ -188,7 +203,7 @@ def compare(
     tokens = prompt.document[: target - len(prompt.end)]
     cache, last = make_prompt_cache(model), prompt.end[-1:]
     start = time.perf_counter()
-    with token_bar(console, "prefill", target - 1) as update:
+    with token_bar(console, "prefill", target - 1) as update, native_dense(model):
         done = prefill(model, cache, tokens, length.seconds, update, later=len(prompt.end))
         prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
     took = time.perf_counter() - start
@@ -203,20 +218,24 @@ def compare(
         used = dataclasses.replace(config, **changes) if forced else config
         answers: list[Decoded] = []
         report = None
-        for name in ("dense", attn) * TURNS:
+        names = ["dense", attn] if registry.unavailable("cpu") else ["dense", NATIVE, attn]
+        for name in names * TURNS:
             if name == attn:
                 report = enable(model, used, calibration=calibration)
+            elif name == NATIVE:
+                enable(model, Dense(), backend="cpu")
             try:
                 with token_bar(console, name, max_tokens) as update:
                     answers.append(decode(model, tokenizer, load_prompt_cache(path), last, max_tokens, update))
             finally:
                 disable(model)
-        dense, sparse = (
-            dataclasses.replace(first, steps=[*first.steps, *second.steps[1:]])
-            for first, second in zip(answers[:2], answers[2:], strict=True)
-        )
+        found = {
+            name: dataclasses.replace(first, steps=[*first.steps, *second.steps[1:]])
+            for name, first, second in zip(names, answers, answers[len(names) :], strict=False)
+        }
         assert report is not None
-    return Comparison(attn, crossovers, crossover, reached, limit, forced, took, dense, sparse, report.as_dict())
+    of_each = found["dense"], found.get(NATIVE), found[attn]
+    return Comparison(attn, crossovers, crossover, reached, limit, forced, took, *of_each, report.as_dict())
 
 
 def measure_crossover(model: nn.Module, config: Method, calibration: Calibration) -> tuple[list[str], int]:

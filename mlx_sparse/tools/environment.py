@@ -15,8 +15,13 @@ def machine() -> dict[str, object]:
 
 
 def hardware() -> dict[str, str | int | None]:
-    """Return a dict of the platform, the chip, its architecture, MLX's default device, and the memory size in bytes."""
+    """Return a dict of the platform, the chip, its architecture, MLX's default device, and the memory size in bytes.
+
+    "dense" is the dense attention of measurements: "cpu" for native kernels, "mlx" for mlx-lm's attention.
+    """
     import mlx.core as mx
+
+    from ..core import registry
 
     info = mx.device_info()
     return {
@@ -24,6 +29,7 @@ def hardware() -> dict[str, str | int | None]:
         "chip": info.get("device_name"),
         "architecture": info.get("architecture"),
         "device": str(mx.default_device()),
+        "dense": "mlx" if registry.unavailable("cpu") else "cpu",
         "memory": memory(),
     }
 

@@ -34,7 +34,7 @@ NOTE = f"A note to the reader: the pass key of this text is {KEY}. Please rememb
 QUESTION = "That was the text. What is the pass key? Answer with: The pass key is, and its five digits."
 AFTER_KEY = 4000  # characters between the pass key and the question
 MARGIN = 3  # ratio of the default context to the crossover length
-SECONDS = 90.0  # longest time of the prefill
+SECONDS = 60.0  # longest time of the prefill
 WIDTH = 80
 BAR = 40  # characters of the longer bar
 LIMITS = {
@@ -98,8 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         description=textwrap.fill(
             "Ask a model about a long text. The text is prefilled once; then the answer is decoded with dense and with "
             "sparse attention. The result compares speed, bytes, memory and answers, and ends with the --attn text to "
-            f"copy. The prompt is {MARGIN} times as long as the crossover length, the context length at which the "
-            f"method is faster on this machine, or as long as {SECONDS:.0f} s of prefill allow. The default model is "
+            f"copy. The prompt has at least 8,192 tokens and {MARGIN} times the crossover length, the context length "
+            f"at which the method is faster on this machine, or as many tokens as {SECONDS:.0f} s of prefill allow. On "
+            "a CPU, native kernels run the prefill, and native dense steps are measured too. The default model is "
             "small: 93 MB to download, and 540 MB on disk.",
             78,
         ),
@@ -137,7 +138,8 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
     """Print the dense and the sparse answer, the measurements and the advice."""
     for line in found.crossovers:
         console.print(f"{found.attn}: {line}")
-    console.print(f"Prompt: {found.context:,} tokens, prefilled in {found.prefill_seconds:.0f} s{_reason(found)}.\n")
+    how = f"{found.prefill_seconds:.0f} s" + (" with native dense attention" if found.native else "")
+    console.print(f"Prompt: {found.context:,} tokens, prefilled in {how}{_reason(found)}.\n")
     table = Table("", "dense", found.attn, box=None, pad_edge=False, padding=(0, 3, 0, 0))
     dense, sparse = found.dense, found.sparse
     table.add_row("answer", Text(dense.text.strip()), Text(sparse.text.strip()))
@@ -146,10 +148,10 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
     table.add_row("first step", f"{dense.steps[0]:.2f} s", f"{sparse.steps[0]:.2f} s")
     table.add_row("peak memory", _megabytes(dense.peak_memory), _megabytes(sparse.peak_memory))
     console.print(table, "")
-    longest = max(dense.tokens_per_second, sparse.tokens_per_second)
-    for label, answer, style in (("dense", dense, "none"), ("sparse", sparse, "green")):
-        bar = "█" * max(1, round(BAR * answer.tokens_per_second / longest))
-        console.print(f"{label:<8}{bar} {answer.tokens_per_second:.1f} tokens/s", style=style)
+    width = max(map(len, found.speeds)) + 2
+    for label, speed in found.speeds.items():
+        bar = "█" * max(1, round(BAR * speed / max(found.speeds.values())))
+        console.print(f"{label:<{width}}{bar} {speed:.1f} tokens/s", style="green" if label == "sparse" else "none")
     console.print("", *advice(found, name, warning), sep="\n")
 
 
@@ -158,9 +160,14 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
     lines = [f"Warning: {warning}."] if warning else []
     lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")
+    if found.native is not None:
+        plain, native, sparse = found.speeds.values()
+        lines.append(f"Native kernels alone make dense attention {native / plain:.2f} x as fast. Compared with")
+        lines.append(f"native dense attention, {found.attn} is {sparse / native:.2f} x as fast.")
     use = f"mlx_lm.generate --model {model} --attn {found.attn}"
     if not found.report["sparse_calls"]:
-        lines.append(f"Every step was dense ({', '.join(found.report['dense_calls'])}): the difference is noise.")
+        cause = "noise" if found.native is None else "from native kernels"
+        lines.append(f"Every step was dense ({', '.join(found.report['dense_calls'])}): the difference is {cause}.")
     if found.crossover >= NEVER:
         lines.append("No length was found at which it is faster on this machine.")
     elif found.context < found.crossover:
@@ -169,7 +176,7 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
         lines.append(f"For such prompts, use it: {use}")
     elif found.report["sparse_calls"]:
         slower = "Dense attention is faster for this prompt, so do not use it at this length."
-        lines.append(f"Use it: {use}" if found.speedup >= 1 else slower)
+        lines.append(f"Use it: {use}" if found.speeds["sparse"] >= max(found.speeds.values()) else slower)
     return lines
 
 

@@ -22,6 +22,7 @@ import mlx.core as mx
 
 from ..checks import ConfigError, Parser, check_int, check_sample, check_share, read_length
 from ..lm import sparse
+from ..lm.model import native_dense
 from ..methods import Sample
 from . import formats
 from .assets.models import DEFAULT
@@ -209,7 +210,8 @@ class Search:
     def _try(self, setting: Setting | None, passage: Passage) -> Trial:
         density, sampled = 1.0, 0.0
         if setting is None:
-            logits, seconds = passage_logits(self.model, passage, self.args.prefill_step_size)
+            with native_dense(self.model):
+                logits, seconds = passage_logits(self.model, passage, self.args.prefill_step_size)
         else:
             config = Sample(**asdict(setting), block_size=self.args.block_size, dense_below=0)
             with sparse(self.model, config) as report:

@@ -314,7 +314,7 @@ def test_on_a_gpu_sparq_is_dense_until_a_step_saves_enough_bytes(
         return step.heads * (attended - scored - 2 * (4 if key_bits == 16 else 1) * step.G * S)
 
     first = config.shortest_context(step)
-    assert saved(first - 1) < ENOUGH_SAVED[step.gpu] <= saved(first)
+    assert saved(first - 1) < ENOUGH_SAVED[step.device] <= saved(first)
     assert SparQ(dense_below=300).shortest_context(step) == 300
     assert SparQ(top_k=64).shortest_context(step) == 65
 

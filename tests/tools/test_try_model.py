@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,17 @@ def test_output_fits_a_terminal_and_ends_with_the_command(
     assert cli.main(["try", *options, "--context", "300", "--max-tokens", "4", "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
     assert (result["context"], result["attn"], result["family"]) == (300, SPARSE, "llama")
-    assert len(result["tokens_per_second"]) == 2
+    assert list(result["tokens_per_second"]) == ["dense", "native dense", "sparse"]
 
 
-def faster(found: Comparison, speedup: float, **changes: Any) -> Comparison:
-    """Return ``found`` with steps whose times have the ratio ``speedup``."""
+def faster(found: Comparison, speedup: float, native: float | None = None, **changes: Any) -> Comparison:
+    """Return ``found`` with steps whose times have the ratios ``speedup`` and ``native`` to a sparse step."""
     dense, sparse = (
         dataclasses.replace(answer, steps=[1.0, seconds])
         for answer, seconds in ((found.dense, speedup), (found.sparse, 1.0))
     )
-    return dataclasses.replace(found, dense=dense, sparse=sparse, **changes)
+    steps = None if native is None else dataclasses.replace(found.dense, steps=[1.0, native])
+    return dataclasses.replace(found, dense=dense, native=steps, sparse=sparse, **changes)
 
 
 def test_advice_recommends_only_what_was_faster(folder: Path) -> None:
@@ -152,11 +154,19 @@ def test_advice_recommends_only_what_was_faster(folder: Path) -> None:
     assert lines[-1] == f"Use it: mlx_lm.generate --model m --attn {SPARSE}"
     lines = advice(faster(found, 0.87), "m", None)
     assert lines[-1] == "Dense attention is faster for this prompt, so do not use it at this length."
+    lines = advice(faster(found, 3.0, 1.5), "m", None)
+    assert lines[1:3] == [
+        "Native kernels alone make dense attention 2.00 x as fast. Compared with",
+        f"native dense attention, {SPARSE} is 1.50 x as fast.",
+    ]
+    assert lines[-1].startswith("Use it: ")
+    lines = advice(faster(found, 3.0, 0.9), "m", None)
+    assert lines[-1] == "Dense attention is faster for this prompt, so do not use it at this length."
     lines = advice(faster(found, 0.87, crossover=NEVER), "m", None)
     assert lines[-1] == "No length was found at which it is faster on this machine."
     console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     show(found, "m", None, console)
-    assert "dense   █" in console.export_text()
+    assert re.search(r"^dense +█.*^native dense +█.*^sparse +█", console.export_text(), re.DOTALL | re.MULTILINE)
 
 
 def test_advice_for_a_prompt_below_the_crossover_says_where_the_method_pays(
@@ -166,13 +176,15 @@ def test_advice_for_a_prompt_below_the_crossover_says_where_the_method_pays(
     monkeypatch.setattr(comparison, "measure_crossover", lambda *_: (["sparse at 900 keys and longer"], 900))
     found = run(folder, attn, context=None)
     assert (found.limit, found.forced) == ("text", True) and found.report["sparse_calls"] > 0
-    _, reason, last = advice(found, "m", None)
+    *_, reason, last = advice(found, "m", None)
     assert (
         reason == f"It pays at 900 tokens and longer on this machine; this prompt has {found.context}, the whole text."
     )
     assert last == use
-    _, dense, reason, last = advice(run(folder, attn, context=400), "m", None)
-    assert dense == "Every step was dense (over fewer than 2,048 keys): the difference is noise."
+    *_, dense, reason, last = advice(run(folder, attn, context=400), "m", None)
+    assert re.fullmatch(
+        r"Every step was dense \(over fewer than .* keys\): the difference is from native kernels.", dense
+    )
     assert (reason, last) == ("It pays at 900 tokens and longer on this machine; this prompt has 400.", use)
     monkeypatch.setattr(comparison, "measure_crossover", lambda *_: (["sparse at 9000 keys and longer"], 9000))
     long = encode_prompt(load(str(folder))[1], 5 * TEXT, " w1 w2")  # longer than the model supports

@@ -22,8 +22,9 @@ class Quest(Method):
             default is the budget at which Quest matches dense attention on LongBench in the paper.
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
             on this machine. Before a measurement, "auto" is ``4 * top_k`` on the `ops` backend. There, reading a
-            gathered row takes 2.5 times as long as reading a row in dense attention (docs/results/speed.md). On a GPU
-            backend, "auto" is the length at which a step saves `ENOUGH_SAVED` bytes. If ``top_k`` is below the default,
+            gathered row takes 2.5 times as long as reading a row in dense attention (docs/results/speed.md). On `cpu`,
+            "auto" is never sparse before a measurement, because array operations select the pages. On a GPU backend,
+            "auto" is the length at which a step saves `ENOUGH_SAVED` bytes. If ``top_k`` is below the default,
             as in experiments on short texts, every step that can be sparse is sparse.
     """
 
@@ -54,14 +55,16 @@ class Quest(Method):
         return self.top_k < Quest.top_k
 
     def modeled_context(self, step: Step | None) -> int:
-        if not step or not step.gpu:
+        if step and step.device == "cpu":
+            return NEVER
+        if not step or step.device not in ENOUGH_SAVED:
             return 4 * self.attended
         # A sparse step skips rows, but it reads the page bounds (quest.6), and writes and reads the page scores.
         row = 2 * step.itemsize * step.D
         saved = row - (row + 8) / self.page_size
         if saved <= 0:
             return NEVER
-        return self.attended + 1 + math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + row * self.attended) / saved)
+        return self.attended + 1 + math.ceil((ENOUGH_SAVED[step.device] / step.heads + row * self.attended) / saved)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         """Return ``2 P D + 2 k D + 2 D`` (quest.6).

@@ -10,7 +10,7 @@ from typing import ClassVar
 from ...checks import MAX_BUCKETS, ConfigError, check_choice, check_int
 from ...core import stats
 from ...core.base import Method, Step
-from ...core.cost import ENOUGH_SAVED, GATHERED_ROW, ROUTING_HEADS
+from ...core.cost import ENOUGH_SAVED, GATHERED_ROW, PROCESSORS, ROUTING_HEADS
 from ...core.decide import NEVER
 
 ONLINE_BUCKETS = 256
@@ -32,10 +32,10 @@ class SAAP(Method):
         merge_every: number of keys that are merged into the index at a time, after they leave the window of recent
             keys. Until then these keys are always attended to.
         dense_below: context length in keys below which attention stays dense. "auto" is a modeled length. On a GPU
-            backend, a step must save `ENOUGH_SAVED` bytes. On the `ops` backend, dense attention must read
-            `GATHERED_ROW` times as many rows as a sparse step. If ``recent_tokens`` is below the default, as in
-            experiments on short texts, every step that can be sparse is sparse. The length is not measured, because
-            the time of SAAP depends on the sizes of the visited buckets.
+            backend, a step must save `ENOUGH_SAVED` bytes. On `ops` and `cpu`, dense attention must read `GATHERED_ROW`
+            times as many rows as a sparse step, and on `cpu` this for each processor. If ``recent_tokens`` is below
+            the default, as in experiments on short texts, every step that can be sparse is sparse. The length is not
+            measured, because the time of SAAP depends on the sizes of the visited buckets.
     """
 
     name: ClassVar[str] = "saap"
@@ -109,7 +109,8 @@ class SAAP(Method):
         return self.recent_tokens < SAAP.recent_tokens
 
     def modeled_context(self, step: Step | None) -> int:
-        if step and step.gpu:
+        native = step is not None and step.device == "cpu"
+        if step and step.device in ENOUGH_SAVED and not native:
             # The step must save `ENOUGH_SAVED` bytes. It reads the query network, and moves three int32 numbers per
             # listed key: one read from the bucket, one written to the list, and one read from the list.
             share = self._visited_share(step.buckets)
@@ -117,14 +118,15 @@ class SAAP(Method):
             per_key = row * (1 - share) - listed * share
             if per_key <= 0:
                 return NEVER
-            routing = step.network * max(ROUTING_HEADS.get(step.gpu, 0) / step.heads, 1.0)
+            routing = step.network * max(ROUTING_HEADS.get(step.device, 0) / step.heads, 1.0)
             fixed = (row + listed) * (self.attended + self.merge_every // 2) + routing
-            return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
+            return math.ceil((ENOUGH_SAVED[step.device] / step.heads + fixed) / per_key)
         network = step.network // (2 * step.itemsize * step.D) if step else 0
-        per_key = 1 - GATHERED_ROW * (self._visited_share(step.buckets) if step and step.buckets else 0.0)
+        gathered, processors = (GATHERED_ROW["cpu"], PROCESSORS) if native else (GATHERED_ROW["ops"], 1)
+        per_key = 1 - gathered * (self._visited_share(step.buckets) if step and step.buckets else 0.0)
         if per_key <= 0:
             return NEVER
-        return math.ceil(GATHERED_ROW * (self.attended + self.merge_every // 2 + network) / per_key)
+        return math.ceil(processors * gathered * (self.attended + self.merge_every // 2 + network) / per_key)
 
     def _visited_share(self, buckets: int) -> float:
         """Estimate the share of keys in visited buckets. Bucket sizes differ, so double the share for equal sizes."""

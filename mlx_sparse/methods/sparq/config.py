@@ -61,9 +61,9 @@ class SparQ(Method):
             quantized (docs/spec/quantized.md).
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
             on this machine (`mlx-sparse calibrate`). Before a measurement, "auto" is ``16 * top_k`` on the `ops`
-            backend (docs/results/speed.md). On a GPU backend, "auto" is the length at which a step saves `ENOUGH_SAVED`
-            bytes. If ``top_k`` is below the default, as in experiments on short texts, every step that can be sparse is
-            sparse.
+            backend (docs/results/speed.md). On `cpu` and GPU backends, "auto" is the length at which a step saves
+            `ENOUGH_SAVED` bytes. If ``top_k`` is below the default, as in experiments on short texts, every step that
+            can be sparse is sparse.
     """
 
     name: ClassVar[str] = "sparq"
@@ -142,7 +142,7 @@ class SparQ(Method):
         return self.top_k < SparQ.top_k
 
     def modeled_context(self, step: Step | None) -> int:
-        if not step or not step.gpu:
+        if not step or step.device not in ENOUGH_SAVED:
             return 16 * self.top_k
         # The step must save `ENOUGH_SAVED` bytes. It saves the elements of keys and values that it does not read,
         # (sparq.11) minus (sparq.12) or (sparq.23). It writes and reads the score buffer, one number per key and query
@@ -156,7 +156,7 @@ class SparQ(Method):
         if per_key <= 0:
             return NEVER
         fixed = 2 * (self.top_k + 1) * step.row_bytes
-        return math.ceil((ENOUGH_SAVED[step.gpu] / step.heads + fixed) / per_key)
+        return math.ceil((ENOUGH_SAVED[step.device] / step.heads + fixed) / per_key)
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k, key_bits=self.key_bits)

@@ -69,11 +69,11 @@ def read_tokens(tokenizer: Tokenizer, names: list[str] | None, cache: str | None
 
 
 def fingerprint(model: nn.Module, tokens: Sequence[int], *options: object) -> str:
-    """Return a hash of everything that affects the results: model, text, options, versions and chip."""
+    """Return a hash of everything that affects the results: model, text, options, versions, chip, dense attention."""
     import numpy as np
 
-    chip = environment.hardware()["chip"]
-    digest = hashlib.sha256(json.dumps([weights_hash(model), environment.versions(), chip, options]).encode())
+    machine = [environment.hardware()[name] for name in ("chip", "dense")]
+    digest = hashlib.sha256(json.dumps([weights_hash(model), environment.versions(), machine, options]).encode())
     digest.update(np.array(tokens, dtype=np.int64).tobytes())
     return digest.hexdigest()
 

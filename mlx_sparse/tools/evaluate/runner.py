@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from ...api.call_report import Report
 from ...checks import ConfigError
 from ...core.reasons import NO_DECODE
 from ...lm import sparse
+from ...lm.model import native_dense
 from ...model_info import logits_of, new_caches
 from .journal import Journal
 from .results import Outcome, Row, Trial, row_of
@@ -134,13 +134,15 @@ class Steps:
     @cached_property
     def cache(self) -> list[Any]:
         """KV caches of the prompts after a dense prefill."""
-        with sparse(self.model, self.observed) if self.observed else nullcontext():
+        with sparse(self.model, self.observed) if self.observed else native_dense(self.model):
             return prefill(self.model, self.prompts[:, :-1], DENSE_STEP)
 
     @cached_property
     def reference(self) -> mx.array:
         """Log-probabilities ``(examples, steps, vocabulary)`` of dense attention, computed in one causal call."""
-        logp = log_softmax(logits_of(self.model, self.inputs, copy.deepcopy(self.cache)))
+        cache = copy.deepcopy(self.cache)
+        with native_dense(self.model):
+            logp = log_softmax(logits_of(self.model, self.inputs, cache))
         mx.eval(logp)
         return logp
 
@@ -185,7 +187,8 @@ class Prompt:
     @cached_property
     def reference(self) -> mx.array:
         """Float32 logits ``(scored, vocabulary)`` of dense attention."""
-        return passage_logits(self.model, self.passage, self.step)[0]
+        with native_dense(self.model):
+            return passage_logits(self.model, self.passage, self.step)[0]
 
     def trials(self, variant: Variant) -> list[Trial]:
         targets = self.passage.targets

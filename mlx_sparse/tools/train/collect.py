@@ -16,7 +16,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from ...api.call_report import Counts
 from ...checks import ArtefactError, ConfigError
+from ...lm.dense import DenseAttention
+from ...lm.model import native_dense, plan_of
 from ...lm.rope import Recorder, Seen, Source, find_sources, visit_calls
 from ...model_info import leaves
 from ..evaluate.journal import Journal
@@ -197,6 +200,9 @@ def _run(
     caches = make_prompt_cache(model)
     needed = leaves(caches)[: 1 + max(collection.layer_shapes)]
     missing: set[int] = set()
+    with native_dense(model):
+        plan = plan_of(model)  # None if native kernels cannot run
+    dense = DenseAttention(plan, needed, Counts(), checks=False) if plan else None
 
     def visit(seen: Seen) -> None:
         if seen.layer not in collection.layer_shapes:
@@ -218,7 +224,7 @@ def _run(
             missing.update(collection.layer_shapes)
             # The layers above the last collected layer need not run.
             with suppress(_CollectionComplete):
-                visit_calls(model, mx.array([chunk]), caches, visit, recorder)
+                visit_calls(model, mx.array([chunk]), caches, visit, recorder, dense)
             mx.eval([leaf.state for leaf in needed])
             progress.update(len(chunk))
 

@@ -132,10 +132,10 @@ def test_bad_input_is_one_error_and_changes_nothing(
 def test_shortest_context_of_saap():
     """Check the modeled context length at which a step saves as much time as the additional GPU kernels cost."""
     config = SAAP(mode="online", buckets=1024, probes=32)
-    step = Step(heads=8, G=4, D=128, itemsize=2, gpu="s", buckets=1024, network=(128 * 1024 + 1024 * 1024) * 2)
+    step = Step(heads=8, G=4, D=128, itemsize=2, device="s", buckets=1024, network=(128 * 1024 + 1024 * 1024) * 2)
     shortest = config.shortest_context(step)
     assert 2048 < shortest < 65536
-    cheap = Step(heads=8, G=4, D=128, itemsize=2, gpu="s", buckets=1024, network=128 * 1024 * 2)
+    cheap = Step(heads=8, G=4, D=128, itemsize=2, device="s", buckets=1024, network=128 * 1024 * 2)
     assert config.shortest_context(cheap) < shortest
     # Array operations cost 2.5 rows per row read; ids are read for every 16th key.
     ops = Step(8, 4, 128, 2, network=512 * 100, buckets=1024)
