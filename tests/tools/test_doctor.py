@@ -97,14 +97,14 @@ def test_doctor_names_the_other_conditions_of_a_stored_measurement(
 ):
     model, attn = str(write(tmp_path / "tiny", "qwen3")), "sparq:rank=4"
     monkeypatch.setattr(calibrate.files, "in_use", lambda: "another")
-    with measure.planned(model, attn, "auto", calibrate.Calibration()) as plan:
+    with measure.planned(model, attn, "ops", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
         key = measurement_key(config, layer)
         write_measurement(key, {"points": [[3000, 2.0, 2.0, 2.0]]})
     (calibration_folder / "damaged.json").write_text("[]")
 
     def lines(*attn: str) -> list[str]:
-        code, out, _ = run(capsys, "doctor", "--model", model, "--json", "--attn", *attn)
+        code, out, _ = run(capsys, "doctor", "--model", model, "--json", "--attn-backend", "ops", "--attn", *attn)
         assert code == 0
         return json.loads(out)["model"]["lines"][1:]
 

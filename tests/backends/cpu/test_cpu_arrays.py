@@ -13,7 +13,7 @@ from cases import Case
 from mlx_arrays import to_mlx
 
 import mlx_sparse
-from mlx_sparse import BackendUnavailable
+from mlx_sparse import BackendUnavailable, native
 from mlx_sparse.core import native_call, registry
 
 if reason := registry.unavailable("cpu"):
@@ -93,6 +93,13 @@ def test_auto_runs_native_kernels_unless_they_do_not_support_the_arrays() -> Non
         )
 
 
+def test_auto_runs_array_operations_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "path", lambda: None)
+    assert registry.resolve("auto", "sparq", D=64, G=1) == "ops"
+    with pytest.raises(BackendUnavailable, match=r"expected auto or ops, got cpu \(the library .* was not built"):
+        registry.resolve("cpu", "sparq", D=64, G=1)
+
+
 TRANSFORMED: dict[str, Callable[[Callable[[mx.array], mx.array], mx.array], mx.array]] = {
     "grad": lambda loss, q: mx.grad(loss)(q),
     "checkpoint": lambda loss, q: mx.grad(mx.checkpoint(loss))(q),
@@ -125,10 +132,10 @@ def test_function_transformations_run_array_operations(name: str, compiles: bool
             BackendUnavailable, match=r"got cpu \(it does not run inside mx.compile, mx.vmap or mx.grad\)"
         ):
             TRANSFORMED[name](loss("cpu"), q)
-        native = registry.load("dense", "cpu")
+        attend = registry.load("dense", "cpu")
         message = "backend: expected ops inside mx.compile, mx.vmap and mx.grad, got cpu."
         with pytest.raises(BackendUnavailable, match=message):
-            TRANSFORMED[name](lambda q: native(q, k, v, scale=0.1, left_padding=None).sum(), q)
+            TRANSFORMED[name](lambda q: attend(q, k, v, scale=0.1, left_padding=None).sum(), q)
     finally:
         mx.enable_compile()
 
