@@ -88,7 +88,9 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
         made = (SaapStep if config.pre_rope else kind)(case, shared, config, backend)
         made.row.note = made.row.note or (f"{backend}: {why}" if why else None)
         yield made
-        yield from (MlxStep(case, shared, config, backend, bits) for bits in request.kv_bits if not why)
+        for bits in () if why else request.kv_bits:
+            unread = registry.unsupported(backend, config.name, shape.D, shape.G, bits)
+            yield MlxStep(case, shared, config, "ops" if unread else backend, bits)
 
 
 def to_mlx(array: np.ndarray, dtype: str) -> mx.array:
