@@ -128,7 +128,9 @@ def _import(name: str) -> Any:
     folder = Path(__file__).parent
     package = folder.name
     if package not in sys.modules:
-        spec = importlib.util.spec_from_file_location(package, folder / "__init__.py")
+        spec = importlib.util.find_spec(package)  # in an editable installation, it also has the folder of the build
+        if spec is None or spec.origin != str(folder / "__init__.py"):
+            spec = importlib.util.spec_from_file_location(package, folder / "__init__.py")
         assert spec is not None
         assert spec.loader is not None
         sys.modules[package] = importlib.util.module_from_spec(spec)

@@ -13,6 +13,8 @@ from . import __version__
 from ._boot import VARIABLE
 from .checks import ConfigError, Parser, SparseAttentionError
 from .extras import naming_missing
+from .files import cache_directory
+from .tools.assets import openblas
 
 # Commands of mlx-lm that take --attn, which are also subcommands of `mlx-sparse`.
 HOSTED = ("generate", "chat", "server", "benchmark", "cache_prompt", "evaluate")
@@ -94,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --model: methods to check (default: MLX_SPARSE_ATTN, or sample+sparq)",
     )
     doctor.add_argument("--attn-backend", metavar="NAME", help="with --model: ops, metal or auto (default: auto)")
+    openblas.add_option(doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -135,6 +138,8 @@ def _doctor(args: argparse.Namespace, variable: str) -> int:
 
     if args.model is None and (args.attn or args.attn_backend):
         raise ConfigError("--attn: expected the option --model too, got none. Name the model.")
+    if args.fast_blas:
+        openblas.fetch_libraries(cache_directory())
     attn = args.attn or variable or doctor.ATTN
     findings = doctor.examine(args.model, attn, args.attn_backend or "auto", variable=variable)
     print(json.dumps(findings, indent=2) if args.json else doctor.text(findings))

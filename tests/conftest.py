@@ -12,7 +12,13 @@ from absent import without
 from require import required
 
 if importlib.util.find_spec("mlx"):
+    from mlx_sparse import blas
     from mlx_sparse.calibrate import files
+    from mlx_sparse.files import cache_directory
+    from mlx_sparse.tools.assets import openblas
+
+    openblas.fetch_libraries(cache_directory())  # commands that tests start find it there
+    blas.load(cache_directory())
 
 # Triton reads this variable when a kernel is defined. Without an NVIDIA GPU, kernels run in the interpreter on the CPU.
 if not Path("/dev/nvidiactl").exists():

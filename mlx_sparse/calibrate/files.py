@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import __version__
+from ..blas import in_use
 from ..checks import ArtefactError
 from ..core.base import Method
 from ..core.decide import NEVER
@@ -40,7 +41,7 @@ def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
         **{"dtype": str(layer.dtype).rpartition(".")[2], "L": layer.L, "backend": layer.backend},
         "device": f"{info.get('device_name', '')} {info.get('architecture', '')} {mx.default_device()}",
         "processors": os.cpu_count() or 1,
-        "preloaded": os.environ.get("LD_PRELOAD", ""),  # a fast BLAS changes mainly dense attention
+        "BLAS": in_use() or "",  # a fast BLAS changes mainly dense attention
         **{"system": platform.platform(), "python": platform.python_version()},
         **{"mlx-sparse-attention": __version__, "mlx": version("mlx")},
     }

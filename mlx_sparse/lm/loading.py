@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
+from .. import blas
 from ..checks import ConfigError, SparseAttentionError, reason_of
+from ..files import cache_directory
 from ..model_info import leaves, new_caches, text_model
 
 if TYPE_CHECKING:
@@ -56,6 +59,7 @@ def load_text_model(
     """
     from mlx_lm import load, tokenizer_utils
 
+    blas.load(cache_directory())
     with loading(name):
         try:
             return load(str(name), lazy=lazy, return_config=True)  # type: ignore[return-value]
@@ -131,6 +135,12 @@ UNFIT: Mapping[str, str] = {
     ),
     "minimax_m3_vl": "it was trained with another selection of key blocks, and most of its layers stay dense",
 }
+
+
+def blas_note(model: nn.Module) -> str | None:
+    """Return a line about the BLAS of MLX on a Linux CPU; None if ``model`` has no float32 matrices to multiply."""
+    arrays = dict[str, mx.array](tree_flatten(model.parameters())).values()
+    return blas.note() if any(array.dtype == mx.float32 and array.ndim == 2 for array in arrays) else None
 
 
 def unfit_warning(model_type: str) -> str | None:

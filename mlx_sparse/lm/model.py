@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 from mlx import nn
 
+from .. import blas
 from ..api.call_report import Report
 from ..calibrate import Calibration
 from ..checks import ConfigError
 from ..core import reasons, registry
 from ..core.base import QK_NORMS, Dense, Method, Prefill
+from ..files import cache_directory
 from ..methods import METHODS, parse
 from ..model_info import kv_heads, leaves, model_type, new_caches, package_of, text_model, weights_read
 from ..model_parts import part_of
@@ -82,6 +84,7 @@ def enable(
         BackendUnavailable: the backend cannot run here, or the interfaces of the installed mlx-lm or mlx-vlm have
             changed.
     """
+    blas.load(cache_directory())
     package = package_of(model)
     seam.require(package)
     seam.library_of(model)

@@ -21,7 +21,7 @@ from ..core.base import Method, Prefill
 from ..core.decide import NEVER
 from ..model_info import is_drafter
 from .distributed.ranks import Ranks, difference, facts_of
-from .loading import has_all_weights, loading, quantizing, refuse_rotating_cache, unfit_warning
+from .loading import blas_note, has_all_weights, loading, quantizing, refuse_rotating_cache, unfit_warning
 from .options import fail, print_error, print_line, requested
 
 if TYPE_CHECKING:
@@ -239,6 +239,8 @@ class Session:
         )
         plan = plan_of(model)
         assert plan is not None
+        if not self.reports and (note := blas_note(model)) is not None:
+            self.print_line(note)
         report.model = Path(path).name
         plan.count_in(self.reports.setdefault((path, configs), report))
         plan.decodes = not self.only_prompts

@@ -43,12 +43,11 @@ def _enable(model: nn.Module, attn: str, sharded: bool) -> str | None:
     """Enable ``attn`` on ``model`` and return a description; None if ``model`` is enabled already."""
     if sharded:
         raise ConfigError("the model is sharded after its load. Use a command with --attn.")
-    from .loading import unfit_warning
+    from .loading import blas_note, unfit_warning
     from .model import enable, plan_of
 
     with _lock:
         if plan_of(model) is not None:  # a load inside the load
             return None
         report = enable(model, attn)
-    warning = unfit_warning(report.model_type)
-    return "; ".join([*report.opening(), *([] if warning is None else [warning])])
+    return "; ".join([*report.opening(), *filter(None, (unfit_warning(report.model_type), blas_note(model)))])

@@ -11,10 +11,11 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, _boot, native
+from .. import __version__, _boot, blas, native
 from ..checks import SparseAttentionError, echoed
 from ..core.registry import BACKENDS, unavailable
 from ..extras import NAME, REBUILD, install_hint
+from ..files import cache_directory
 from . import environment
 
 PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "numpy", "tqdm", "transformers", "torch", "triton")
@@ -40,6 +41,7 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *
         "variable": _guarded(lambda: _variable(variable, problems), problems, _boot.VARIABLE),
         "seams": _guarded(lambda: _seams("mlx_lm"), problems, "mlx-lm"),
     }
+    problems += [blas.SLOW] if blas.SLOW in str(findings["device"]) else []
     if __version__ == "unknown":
         problems.append(f"the metadata of {NAME} is missing: run {install_hint(options=REBUILD)}")
     problems += [f"{name} is not installed" for name in ("mlx", "mlx-lm") if not findings["packages"][name]]
@@ -105,8 +107,8 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
             for config, layer in plan.layers:
                 other = differing(measurement_key(config, layer))
                 if other and plan.calibration.threshold(config, layer).how == MODELED:
-                    names = ", ".join(other).replace("preloaded", "LD_PRELOAD")
-                    found["lines"].append(f"{config.name} was measured with the same layer shape but other {names}")
+                    where = f"with the same layer shape but other {', '.join(other)}"
+                    found["lines"].append(f"{config.name} was measured {where}")
             return found
     except SparseAttentionError as error:
         problems.append(str(error))
@@ -118,7 +120,8 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
 def _device() -> str:
     import mlx.core as mx
 
-    return str(mx.default_device())
+    blas.load(cache_directory())
+    return "; ".join(filter(None, (str(mx.default_device()), blas.note())))
 
 
 def _seams(package: str) -> list[str]:

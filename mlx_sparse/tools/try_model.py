@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -15,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .. import blas
 from ..checks import ConfigError, Parser, check_int, read_length
 from ..core.base import Prefill
 from ..core.decide import NEVER
 from ..files import cache_directory
 from ..methods import parse
 from . import environment
-from .assets import blas
+from .assets import openblas
 from .assets.models import DEFAULT, add_model_options, check_model
 from .evaluate import texts
 from .progress import stage
@@ -55,11 +54,13 @@ def main(argv: Sequence[str]) -> int:
     cache = cache_directory(args.cache_dir)
     check_model(args.model, cache, args.accept_license)
     texts.check(args.text)
-    variables = blas.child_environment(args.fast_blas, cache)
-    if variables != dict(os.environ):  # a library can be preloaded only when a process starts
-        return subprocess.call([sys.executable, "-m", "mlx_sparse.cli", "try", *argv], env=variables)
+    if args.fast_blas:
+        openblas.fetch_libraries(cache)
+    blas.load(cache)
     # Files and pipes have no width.
     console = Console(stderr=args.json, highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH)
+    if note := blas.note():
+        console.print(note)
     with stage(console, "loading mlx-lm and the model"):
         # These imports take seconds, so show a message first.
         from ..calibrate import Calibration
@@ -117,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", metavar="N", help="tokens of the prompt, such as 8192 or 32k")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=48, help="tokens to generate (default: 48)")
     parser.add_argument("--cache-dir", metavar="DIR", help="folder for downloads (default: the user's cache folder)")
-    blas.add_option(parser)
+    openblas.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return parser
 

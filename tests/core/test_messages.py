@@ -14,7 +14,7 @@ from commands import file_size_limit
 from require import absent
 from tiny_models import write
 
-from mlx_sparse import cli
+from mlx_sparse import blas, cli
 from mlx_sparse.checks import (
     LONGEST,
     ConfigError,
@@ -32,7 +32,6 @@ from mlx_sparse.lm.loading import loading
 from mlx_sparse.methods import load_toml, parse
 from mlx_sparse.methods.text import split_methods
 from mlx_sparse.tools import formats
-from mlx_sparse.tools.assets import blas
 from mlx_sparse.tools.assets.store import build_directory, check_directory
 from mlx_sparse.tools.evaluate.journal import Journal
 from mlx_sparse.tools.evaluate.results import Outcome
@@ -192,24 +191,14 @@ def test_deep_genai_settings_are_a_one_line_error(tmp_path: Path, monkeypatch: p
     assert "from export-onnx with genai_config.json" in message_of(lambda: genai.add_native_library(tmp_path))
 
 
-def test_only_pinned_libraries_are_preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_pinned_libraries_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the manifest of the folder is not trusted, because an attacker could have written it."""
-    monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
-    names = list(blas.BUILDS["x86_64"].libraries)
-    folder = build_directory(
-        tmp_path / "openblas-0.3.27-x86_64", lambda new: [(new / name).write_text("other") for name in names]
-    )
+    monkeypatch.setattr(blas, "LIBRARIES", blas.BUILDS["x86_64"])
+    first, *_ = blas.LIBRARIES
+    folder = build_directory(tmp_path / "b", lambda new: [(new / name).write_text("other") for name in blas.LIBRARIES])
     check_directory(folder)
-    message = message_of(lambda: blas.fetch_libraries(tmp_path))
-    wanted = rf"{folder}/{names[0]}: expected the library of scipy==1\.13\.1, got another file\. Delete .*"
-    assert re.fullmatch(wanted, message)
-
-
-def test_pinned_libraries_match_the_wheel(blas_environment: dict[str, str]) -> None:
-    if not blas.wanted():
-        pytest.skip("no BLAS is preloaded on this machine")
-    found = blas_environment["LD_PRELOAD"].split(":")
-    assert [Path(path).name for path in found] == list(blas.BUILDS[blas.platform.machine()].libraries)
+    with pytest.raises(ValueError, match=rf"{first}: expected a library of OpenBLAS, got another file\. Delete"):
+        blas.checked(folder)
 
 
 def test_errors_of_the_hub_keep_their_advice(monkeypatch: pytest.MonkeyPatch) -> None:

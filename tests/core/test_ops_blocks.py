@@ -22,7 +22,7 @@ OPS = ADAPTERS["ops"]
 def test_slices_of_cache_buffers_do_as_well() -> None:
     case = SampleCase(2, 6, 2, 200, 300, 64, "f16", 32)
     q, k, v = OPS.arrays(case)
-    parameters = {**case.parameters}
+    parameters: dict[str, Any] = {**case.parameters, "backend": "ops"}
     rest = mx.full((case.B, case.Hkv, 84, case.D), mx.nan, k.dtype)
     views = [mx.concatenate([array, rest], axis=2)[:, :, : case.S] for array in (k, v)]
     assert mx.array_equal(
@@ -41,7 +41,9 @@ def test_fused_attention_of_a_batch_equals_plain_attention(diagonal: bool) -> No
 
 def test_an_unused_log_sum_exp_is_not_computed() -> None:
     case = SPARSE_CASES[0]
-    found = mlx_sparse.attend_blocks(*OPS.arrays(case), mx.array(selection(case).blocks), block_size=case.block_size)
+    found = mlx_sparse.attend_blocks(
+        *OPS.arrays(case), mx.array(selection(case).blocks), block_size=case.block_size, backend="ops"
+    )
     for array, contains in zip(found, (False, True), strict=True):
         graph = io.StringIO()
         mx.export_to_dot(graph, array)
@@ -74,7 +76,7 @@ def test_attention_and_its_log_sum_exp_do_not_store_all_scores() -> None:
     lists = mx.array(np.broadcast_to(near, (1, 8, 32, 8)).astype(np.int32))
     mx.eval(q, k, v, lists)
     for n in range(2):
-        found = peak(lambda n=n: mlx_sparse.attend_blocks(q, k, v, lists, block_size=128)[n])
+        found = peak(lambda n=n: mlx_sparse.attend_blocks(q, k, v, lists, block_size=128, backend="ops")[n])
         assert found <= 2 * case.L * case.S * 4
     found = peak(lambda: attend.dense_lse(q, k, scale=case.scale, left_padding=None))
     assert found <= 2 * case.L * case.S * 4

@@ -234,9 +234,7 @@ def columns(text: str) -> set[str]:
 @pytest.mark.skipif(not tier.every, reason="the pages with the real model run with --every")
 @pytest.mark.parametrize("page", PAGES)
 def test_page_commands_print_the_documented_output(page: str, tmp_path: Path) -> None:
-    """Run all commands in one shell, with a fast BLAS if MLX's own is slow."""
-    from mlx_sparse.tools.assets import blas
-
+    """Run all commands in one shell."""
     if page in ON_ONNXRUNTIME and sys.version_info < (3, 11):
         pytest.skip("onnxruntime needs Python 3.11")
     here = Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
@@ -247,7 +245,7 @@ def test_page_commands_print_the_documented_output(page: str, tmp_path: Path) ->
     process = subprocess.Popen(
         ["bash", "-c", "\n".join(lines)],
         cwd=here,
-        env=with_this_python(blas.environment()),
+        env=with_this_python(os.environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

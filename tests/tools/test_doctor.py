@@ -96,7 +96,7 @@ def test_doctor_names_the_other_conditions_of_a_stored_measurement(
     tmp_path: Path, calibration_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     model, attn = str(write(tmp_path / "tiny", "qwen3")), "sparq:rank=4"
-    monkeypatch.setenv("LD_PRELOAD", "libm.so.6")  # `mlx-sparse try` and `bench` preload OpenBLAS
+    monkeypatch.setattr(calibrate.files, "in_use", lambda: "another")
     with measure.planned(model, attn, "auto", calibrate.Calibration()) as plan:
         ((config, layer),) = plan.layers
         key = measurement_key(config, layer)
@@ -111,8 +111,8 @@ def test_doctor_names_the_other_conditions_of_a_stored_measurement(
     assert lines(attn) == ["sparse at 3,000 keys and longer (measured on this machine)"]
     modeled = "sparse at 2,048 keys and longer (modeled)"
     assert lines("sparq:rank=8") == [modeled, "sparq was measured with the same layer shape but other settings"]
-    monkeypatch.delenv("LD_PRELOAD")
-    assert lines(attn) == [modeled, "sparq was measured with the same layer shape but other LD_PRELOAD"]
+    monkeypatch.setattr(calibrate.files, "in_use", lambda: "a third")
+    assert lines(attn) == [modeled, "sparq was measured with the same layer shape but other BLAS"]
     assert lines(Quest.name) == ["sparse at 4,096 keys and longer (modeled)"]
 
 

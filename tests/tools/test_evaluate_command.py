@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,14 @@ TEXT = commands.text(1800)
 SPARSE_SAMPLE = "sample:alpha_column=0.3,alpha_slash=0.3,block_size=32,dense_below=0"
 
 
-def test_command_prints_one_json_line_per_row(
-    tmp_path: Path, blas_environment: dict[str, str], without_torch: dict[str, str]
-) -> None:
+def test_command_prints_one_json_line_per_row(tmp_path: Path, without_torch: dict[str, str]) -> None:
     write(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     command = ["-m", "mlx_sparse.cli", "eval", "--model", str(tmp_path / "model"), "--context", "1024"]
 
     def evaluate(*more: str) -> Any:
-        return commands.run([*command, *more], blas_environment | without_torch)
+        return commands.run([*command, *more], os.environ | without_torch)
 
     options = ["--methods", f"dense,sparq:rank=4,top_k=16,{SPARSE_SAMPLE}", "--limit", "1", "--text", str(text)]
     options += ["--out", str(tmp_path / "results"), "--prefill-step-size", "300"]

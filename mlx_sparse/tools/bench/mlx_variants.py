@@ -18,12 +18,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ... import blas
 from ...cache.kv_cache import SparseKVCache, adopt
 from ...calibrate.timing import seconds_of
 from ...checks import BackendUnavailable, ConfigError
 from ...core import registry
 from ...core.base import Method, Step
 from ...core.packed_rows import BITS
+from ...files import cache_directory
 from ...methods.saap.lists import attended_keys, rebuild_lists
 from ...methods.saap.state import BucketIndex, Router, index_of
 from ..environment import machine, memory
@@ -43,6 +45,7 @@ __all__ = ["check", "machine", "variants"]
 
 def check(request: Request) -> None:
     """Check a request before anything runs."""
+    blas.load(cache_directory())
     check_request(request, ("auto", *registry.BACKENDS), shared_only=False)
     for config, case, bits in product(request.methods, request.cases, request.kv_bits):
         if bits not in BITS or case.shape.D % GROUP or config.pre_rope:
@@ -89,8 +92,8 @@ def variants(request: Request, case: Case) -> Iterator[Variant]:
         made.row.note = made.row.note or (f"{backend}: {why}" if why else None)
         yield made
         for bits in () if why else request.kv_bits:
-            unread = registry.unsupported(backend, config.name, shape.D, shape.G, bits)
-            yield MlxStep(case, shared, config, "ops" if unread else backend, bits)
+            reads = registry.unsupported(backend, config.name, shape.D, shape.G, bits) is None
+            yield MlxStep(case, shared, config, backend if reads else "ops", bits)
 
 
 def to_mlx(array: np.ndarray, dtype: str) -> mx.array:

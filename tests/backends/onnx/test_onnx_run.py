@@ -294,13 +294,11 @@ QUESTION = "Why is the sky blue? Answer in one sentence."
 
 
 @pytest.fixture(scope="module")
-def real(
-    smollm2: Path, blas_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, dict[str, Any]]]:
+def real(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Export SmolLM2 with sparse steps at 76 keys and more, and return the results of `run_smollm2.py`."""
     folder = tmp_path_factory.mktemp("exported") / "smollm2"
     argv = [str(REAL), str(smollm2), str(folder), TEXT, QUESTION]
-    done = commands.run(argv, blas_environment)
+    done = commands.run(argv, dict(os.environ))
     assert done.returncode == 0, done.stderr
     yield folder, json.loads(done.stdout.splitlines()[-1])
     shutil.rmtree(folder)

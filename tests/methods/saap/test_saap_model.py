@@ -127,7 +127,7 @@ def test_device_is_synchronized_once_per_rebuild(model: Any, artefact: Path, mon
     monkeypatch.setattr(saap, "rebuild_lists", record_fold)
     evaluations: list[int] = []
     evaluate = mx.eval
-    with mlx_sparse.sparse(model, attn(artefact, 3)):
+    with mlx_sparse.sparse(model, attn(artefact, 3), backend="ops"):
         cache = make_prompt_cache(model)
         logits = model(mx.array([prompt_of(PROMPT)]), cache=cache)[:, -1]
         monkeypatch.setattr(mx, "eval", lambda *args: evaluations.append(1) or evaluate(*args))
@@ -164,7 +164,7 @@ def test_disable_restores_ropes_and_caches_continue(model: Any, artefact: Path):
     ropes = [type(rope) for rope in rope_module.ropes(model)]
     cache, plain = make_prompt_cache(model), make_prompt_cache(model)
     model(mx.array([prompt_of(PROMPT)]), cache=plain)
-    with mlx_sparse.sparse(model, attn(artefact)):
+    with mlx_sparse.sparse(model, attn(artefact), backend="ops"):
         assert [type(rope) for rope in rope_module.ropes(model)] != ropes
         greedy(model, prompt_of(PROMPT), 3, cache)
         trim_prompt_cache(cache, 3)

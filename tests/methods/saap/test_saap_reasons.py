@@ -68,7 +68,7 @@ def test_length_dependent_rope_is_served_with_recorded_keys(tmp_path: Path):
 
 def test_layer_that_reads_keys_of_another_layer_is_dense(model: Any, artefact: Path):
     """Test a layer for which no router was trained with its queries and these keys."""
-    with mlx_sparse.sparse(model, attn(artefact)) as report:
+    with mlx_sparse.sparse(model, attn(artefact), backend="ops") as report:
         cache = make_prompt_cache(model)
         greedy(model, prompt_of(PROMPT), 1, cache)
         queries = mx.ones((1, 4, 1, 16))
@@ -82,7 +82,7 @@ def test_text_shorter_than_the_window_is_dense(model: Any, artefact: Path):
     prompt = prompt_of(PROMPT)
     tokens, logits = greedy(model, prompt, STEPS)
     for config, shortest in ((attn(artefact, recent_tokens=200), 202), (attn(artefact, dense_below=150), 150)):
-        with mlx_sparse.sparse(model, config) as report:
+        with mlx_sparse.sparse(model, config, backend="ops") as report:
             same, same_logits = greedy(model, prompt, STEPS)
         assert same == tokens
         assert mx.array_equal(same_logits, logits)

@@ -166,7 +166,7 @@ def test_dense_calls_have_a_reason(model: Any):
 
     masks = [None, mx.tril(mx.ones((200, 200), mx.bool_)), "causal"]
     dense = [layer(mask, KVCache()) for mask in masks]
-    with mlx_sparse.sparse(model, SAMPLE) as report:
+    with mlx_sparse.sparse(model, SAMPLE, backend="ops") as report:
         model(mx.array([prompt_of(100)]))
         model(mx.array([prompt_of(100)]), cache=[RotatingKVCache(500) for _ in range(LAYERS)])
         caches = [make_prompt_cache(model) for _ in masks]
