@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 PREFILL_CHUNK = 512  # tokens of a prefill chunk in `compare`; small, so that the progress bar also moves on a CPU
-TURNS = 2  # number of runs of each kind, which alternate; the steps of all runs count
+TURNS = 3  # number of runs of each kind, which alternate; the steps of all runs count
 LEAST = 8192  # tokens of a prompt without a given length, or more if the crossover length is long
 NATIVE = "native dense"
 
@@ -229,11 +229,11 @@ def compare(
                     answers.append(decode(model, tokenizer, load_prompt_cache(path), last, max_tokens, update))
             finally:
                 disable(model)
-        found = {
-            name: dataclasses.replace(first, steps=[*first.steps, *second.steps[1:]])
-            for name, first, second in zip(names, answers, answers[len(names) :], strict=False)
-        }
+        for i, first in enumerate(answers[: len(names)]):
+            later = [step for answer in answers[i :: len(names)] for step in answer.steps[1:]]
+            answers[i] = dataclasses.replace(first, steps=[first.steps[0], *later])
         assert report is not None
+    found = dict(zip(names, answers, strict=False))
     of_each = found["dense"], found.get(NATIVE), found[attn]
     return Comparison(attn, crossovers, crossover, reached, limit, forced, took, *of_each, report.as_dict())
 
