@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import quantiles
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -69,9 +69,6 @@ def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
     query, row = (_rows(layer, n, 1) for n in (heads * G, heads))
     scale = layer.step.D**-0.5
 
-    def dense(cache: Any, out: mx.array) -> mx.array:
-        return _dense(layer, out, cache, scale)
-
     def sparse(cache: SparseCache, out: mx.array) -> mx.array:
         return cache.attend(out, config, scale=scale, backend=layer.backend)[0]
 
@@ -82,7 +79,7 @@ def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
             out = attend(cache, out)
         return out
 
-    steps = partial(step, dense, sides[0]), partial(step, sparse, sides[1])
+    steps = partial(step, partial(_dense, layer), sides[0]), partial(step, sparse, sides[1])
     for run in 2 * steps:  # compile, and touch the memory for the first time
         seconds_of(run)
     pairs: list[tuple[float, float]] = []
@@ -94,13 +91,12 @@ def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
     return pairs
 
 
-def _dense(layer: Layer, queries: mx.array, cache: Any, scale: float) -> mx.array:
+def _dense(layer: Layer, cache: Any, queries: mx.array) -> mx.array:
     """Run the dense attention of an enabled model, which uses native kernels if its sparse attention does."""
+    scale, mask = layer.step.D**-0.5, cast(Any, None if layer.L == 1 else "causal")
     if layer.backend == "cpu":
         keys, values, length = cache.rows("cpu")
-        out: mx.array = registry.load("attend_all", "cpu")(queries, keys, values, scale=scale, **length)[0]
-        return out
-    mask: Any = None if layer.L == 1 else "causal"
+        return cast(mx.array, registry.load("attend_all", "cpu")(queries, keys, values, scale=scale, **length)[0])
     keys, values = cache.keys_and_values() if layer.step.packed else cache.rows("ops")[:2]
     # queries[:] is a new array, because mlx-lm scales the queries of a quantized cache in place.
     return scaled_dot_product_attention(queries[:], keys, values, cache=cache, scale=scale, mask=mask)
@@ -167,7 +163,7 @@ def time_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, obj
     heads, G = (1, 1) if device_kind() == "cpu" else (step.heads, step.G)
     S = max(config.shortest_context(), 2 * L)
     S += -S % config.block_size
-    # On a CPU, MLX stores the scores of a head.
+    # On a CPU, array operations store the scores of a head.
     needed = 12 * L * S if device_kind() == "cpu" else 8 * heads * G * (S + L) * step.D
     if needed > FREE_SHARE * free_memory():
         raise _not_enough_memory()
@@ -183,7 +179,7 @@ def time_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, obj
 
     listed = [_some_blocks(layout, share, heads * G) for share in DENSITIES]
     runs: list[Callable[[], object]] = [
-        lambda: _dense(layer, queries, cache, scale),
+        partial(_dense, layer, cache, queries),
         lambda: cache.select_prefill(queries, config, scale=scale, backend=layer.backend, max_density=1.0),
         *(partial(attend, blocks) for blocks in listed),
     ]

@@ -250,16 +250,14 @@ class Seen:
     rotations: int
 
 
+Visit = Callable[[Seen], None]
+Dense = DenseAttention | None
+
+
 class _Observer:
     """Listener that reports each attention call to ``visit``. ``dense`` or mlx-lm runs the attention."""
 
-    def __init__(
-        self,
-        caches: list[object],
-        visit: Callable[[Seen], None],
-        rotations: list[int],
-        dense: DenseAttention | None,
-    ) -> None:
+    def __init__(self, caches: list[object], visit: Visit, rotations: list[int], dense: Dense) -> None:
         self.caches = caches
         self.visit = visit
         self.dense = dense
@@ -273,9 +271,7 @@ class _Observer:
         rows, position = self.written.pop(id(cache), (None, 0))
         self.visit(Seen(layer, queries, rows, scale, position, self.rotations[0]))
         self.rotations[0] = 0  # after the visit, which may rotate too
-        if self.dense is None:
-            return None
-        return self.dense.attend_natively(queries, keys, values, None, scale, mask, sinks)
+        return self.dense.attend_natively(queries, keys, values, None, scale, mask, sinks) if self.dense else None
 
     @contextmanager
     def recording_writes(self) -> Iterator[None]:
@@ -301,12 +297,7 @@ class _Observer:
 
 
 def visit_calls(
-    model: nn.Module,
-    tokens: mx.array,
-    caches: list[object],
-    visit: Callable[[Seen], None],
-    recorder: Recorder,
-    dense: DenseAttention | None = None,
+    model: nn.Module, tokens: mx.array, caches: list[object], visit: Visit, recorder: Recorder, dense: Dense = None
 ) -> mx.array:
     """Run ``model`` on ``tokens``, call ``visit`` before each attention call, and return the logits.
 
@@ -338,7 +329,7 @@ def visit_calls(
     return logits
 
 
-def find_sources(model: nn.Module, visit: Callable[[Seen], None] | None = None) -> dict[int, Source | str]:
+def find_sources(model: nn.Module, visit: Visit | None = None) -> dict[int, Source | str]:
     """Return a dict from the index of a layer's cache to the layer's `Source`, or to the reason why there is none.
 
     The model runs on two tokens, because RoPE changes nothing at position 0. MLX evaluates the arrays of a layer only

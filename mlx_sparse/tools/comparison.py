@@ -1,7 +1,4 @@
-"""Prefill a long prompt once, and decode from the same prompt cache with dense and with sparse attention.
-
-The dense steps are those of the unmodified model. Where native kernels run, native dense steps are measured too.
-"""
+"""Prefill a long prompt once, and decode from the same prompt cache with plain dense, native dense and sparse steps."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 PREFILL_CHUNK = 512  # tokens of a prefill chunk in `compare`; small, so that the progress bar also moves on a CPU
-TURNS = 2  # number of runs of each kind, which alternate; the steps of all runs count
+TURNS = 3  # number of runs of each kind, which alternate; the steps of all runs count
 LEAST = 8192  # tokens of a prompt without a given length, or more if the crossover length is long
 NATIVE = "native dense"
 
@@ -116,7 +113,6 @@ class Comparison:
         crossover: largest crossover length in keys; `NEVER` if sparse attention is not faster at any length.
         limit: what limited ``context``: the "time" of the prefill, the "text", the context length of the "model", or ""
             if the prompt has the intended length.
-        forced: True if the method was sparse below its crossover length, because a longer context was impossible.
         native: answer with dense attention on native kernels; None if they cannot run.
         report: result of `Report.as_dict` for the last sparse run, with the numbers of attention calls and bytes.
     """
@@ -126,7 +122,6 @@ class Comparison:
     crossover: int
     context: int
     limit: str
-    forced: bool
     prefill_seconds: float
     dense: Decoded
     native: Decoded | None
@@ -135,13 +130,12 @@ class Comparison:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Decode speeds in tokens per second."""
+        """Decode speeds in tokens per second. "dense" is the unmodified model."""
         answers = {"dense": self.dense, NATIVE: self.native, "sparse": self.sparse}
         return {name: answer.tokens_per_second for name, answer in answers.items() if answer is not None}
 
     @property
     def speedup(self) -> float:
-        """Speed-up over the unmodified model."""
         return self.speeds["sparse"] / self.speeds["dense"]
 
     @property
@@ -183,9 +177,7 @@ def compare(
 ) -> Comparison:
     """Prefill a prompt once, and decode densely and sparsely from the saved prompt cache.
 
-    The prompt is shorter than ``length`` if the document, the model or the time limits its length. If
-    ``length.context`` is None and the prompt is shorter than the crossover length, the method is sparse below its
-    crossover length.
+    The prompt is shorter than ``length`` if the document, the model or the time limits its length.
 
     Args:
         model, tokenizer: a loaded model and its tokenizer. `enable` was not called on the model.
@@ -209,19 +201,16 @@ def compare(
     took = time.perf_counter() - start
     reached = done + len(prompt.end)
     limit = "time" if reached < target else limit
-    forced = length.context is None and reached < crossover and config.measurable
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "prompt.safetensors")
         save_prompt_cache(path, cache)
         del cache
-        changes: Any = {"dense_below": 0}
-        used = dataclasses.replace(config, **changes) if forced else config
         answers: list[Decoded] = []
         report = None
         names = ["dense", attn] if registry.unavailable("cpu") else ["dense", NATIVE, attn]
         for name in names * TURNS:
             if name == attn:
-                report = enable(model, used, calibration=calibration)
+                report = enable(model, config, calibration=calibration)
             elif name == NATIVE:
                 enable(model, Dense(), backend="cpu")
             try:
@@ -229,13 +218,13 @@ def compare(
                     answers.append(decode(model, tokenizer, load_prompt_cache(path), last, max_tokens, update))
             finally:
                 disable(model)
-        found = {
-            name: dataclasses.replace(first, steps=[*first.steps, *second.steps[1:]])
-            for name, first, second in zip(names, answers, answers[len(names) :], strict=False)
-        }
+        for i, first in enumerate(answers[: len(names)]):
+            later = [step for answer in answers[i :: len(names)] for step in answer.steps[1:]]
+            answers[i] = dataclasses.replace(first, steps=[first.steps[0], *later])
         assert report is not None
+    found = dict(zip(names, answers, strict=False))
     of_each = found["dense"], found.get(NATIVE), found[attn]
-    return Comparison(attn, crossovers, crossover, reached, limit, forced, took, *of_each, report.as_dict())
+    return Comparison(attn, crossovers, crossover, reached, limit, took, *of_each, report.as_dict())
 
 
 def measure_crossover(model: nn.Module, config: Method, calibration: Calibration) -> tuple[list[str], int]:

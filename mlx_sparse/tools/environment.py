@@ -6,6 +6,8 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+from ..core import registry
+
 PACKAGES = ("mlx", "mlx-lm", "numpy", "mlx-sparse-attention")
 
 
@@ -20,8 +22,6 @@ def hardware() -> dict[str, str | int | None]:
     "dense" is the dense attention of measurements: "cpu" for native kernels, "mlx" for mlx-lm's attention.
     """
     import mlx.core as mx
-
-    from ..core import registry
 
     info = mx.device_info()
     return {

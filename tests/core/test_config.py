@@ -26,6 +26,7 @@ from mlx_sparse.methods import (
     METHODS,
     FlexGen,
     OracleTopK,
+    Quest,
     SparQ,
     Streaming,
     load_toml,
@@ -300,13 +301,11 @@ def test_contexts_of_up_to_top_k_keys_are_dense(text: str, shortest: int) -> Non
     assert parse(text)[0].shortest_context() == shortest
 
 
-@pytest.mark.parametrize("gpu", ENOUGH_SAVED)
+@pytest.mark.parametrize("device", ENOUGH_SAVED)
 @pytest.mark.parametrize("sizes", [(8, 4, 128, 2), (16, 4, 128, 4), (2, 16, 64, 2)], ids=str)
 @pytest.mark.parametrize("key_bits", [16, 4])
-def test_on_a_gpu_sparq_is_dense_until_a_step_saves_enough_bytes(
-    key_bits: int, sizes: tuple[int, ...], gpu: str
-) -> None:
-    step, config = Step(*sizes, gpu), SparQ(key_bits=key_bits)
+def test_sparq_is_dense_until_a_step_saves_enough_bytes(key_bits: int, sizes: tuple[int, ...], device: str) -> None:
+    step, config = Step(*sizes, device), SparQ(key_bits=key_bits)
 
     def saved(S: int) -> float:
         attended = step.itemsize * (stats.dense_elements(S, step.D) - 2 * config.top_k * step.D - 4 * step.D)
@@ -319,8 +318,14 @@ def test_on_a_gpu_sparq_is_dense_until_a_step_saves_enough_bytes(
     assert SparQ(top_k=64).shortest_context(step) == 65
 
 
-def test_sizes_do_not_change_the_crossover_without_a_gpu() -> None:
-    assert SparQ().shortest_context(Step(8, 4, 128, 2)) == 2048
+def test_sizes_do_not_change_the_crossover_of_array_operations() -> None:
+    assert SparQ().shortest_context(Step(8, 4, 128, 2)) == SparQ().shortest_context(Step(8, 4, 128, 2, "ops")) == 2048
+
+
+def test_quest_on_native_kernels_is_dense_until_it_is_measured() -> None:
+    step = Step(8, 4, 128, 2, "cpu")
+    assert Quest().shortest_context(step) == NEVER
+    assert Quest().shortest_context(dataclasses.replace(step, measured=9000)) == 9000
 
 
 def test_no_context_is_sparse_if_scores_cost_more_than_keys() -> None:

@@ -43,7 +43,7 @@ def run(subjects: list[Any], *methods: str, journal: Journal[Trial] | None = Non
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
-    methods = ["sparq:rank=4,top_k=500", "sparq:rank=4,top_k=8"]
+    methods = ["sparq:rank=4,top_k=500,dense_below=9000", "sparq:rank=4,top_k=8"]
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:127])]
     progress, subject = Progress(), Steps(build(), WordTokenizer(), examples, 512)
     result = runner.run("needle", [subject], variants(*methods), progress, no_journal(), context=100, D=16)
@@ -58,14 +58,14 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def test_selecting_every_key_matches_dense(rows: dict[str, Row]) -> None:
-    row = rows["sparq:rank=4,top_k=500"]
+    row = rows["sparq:rank=4,top_k=500,dense_below=9000"]
     assert row.mean.agreement == 1
     assert abs(row.delta.bits) < 1e-5
     assert abs(row.mean.kl) < 1e-5
     assert (row.sparse_calls, row.compression) == (0, 1)
     assert row.served == "fell back"
-    assert row.dense_reasons == {"over fewer than 8,000 keys": 2 * 2 * 20}
-    assert cells(row)["calls"] == "ran densely: 80 over fewer than 8,000 keys"
+    assert row.dense_reasons == {"over fewer than 9,000 keys": 2 * 2 * 20}
+    assert cells(row)["calls"] == "ran densely: 80 over fewer than 9,000 keys"
 
 
 def test_batched_examples_match_single_examples(rows: dict[str, Row]) -> None:

@@ -80,7 +80,7 @@ def test_both_answers_continue_the_same_prompt(folder: Path) -> None:
     model, tokenizer = load(str(folder))  # type: ignore[misc]
     prompt = encode_prompt(tokenizer, TEXT, " w1 w2")
     tokens = [*prompt.document[: 300 - len(prompt.end)], *prompt.end]
-    assert (found.context, found.limit, found.forced) == (300, "", False)
+    assert (found.context, found.limit) == (300, "")
     assert found.dense.tokens[1:] == greedy(model, tokens, 5)[0]
     with mlx_sparse.sparse(model, SPARSE):
         cache = make_prompt_cache(model)
@@ -91,16 +91,12 @@ def test_both_answers_continue_the_same_prompt(folder: Path) -> None:
     assert 0 < sparse < dense
 
 
-def test_method_is_forced_below_its_crossover_only_if_the_time_allows_no_more(
+def test_steps_below_the_crossover_are_dense_even_if_the_time_allows_no_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attn = "sparq:rank=4"
     monkeypatch.setattr(comparison, "measure_crossover", lambda *_: (["sparse at 600 keys and longer"], 600))
-    assert not run(folder, attn, context=None).forced  # the whole text is longer than the crossover length
-    found = run(folder, attn, context=None, seconds=0.0)
-    assert found.forced and found.report["sparse_calls"] > 0 and found.context < 600 and found.limit == "time"
-    given = run(folder, attn, context=400, seconds=0.0)
-    assert not given.forced and given.report["sparse_calls"] == 0
+    found = run(folder, "sparq:rank=4", context=None, seconds=0.0)
+    assert found.report["sparse_calls"] == 0 and found.context < 600 and found.limit == "time"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +171,7 @@ def test_advice_for_a_prompt_below_the_crossover_says_where_the_method_pays(
     attn, use = "sparq:rank=4", "For such prompts, use it: mlx_lm.generate --model m --attn sparq:rank=4"
     monkeypatch.setattr(comparison, "measure_crossover", lambda *_: (["sparse at 900 keys and longer"], 900))
     found = run(folder, attn, context=None)
-    assert (found.limit, found.forced) == ("text", True) and found.report["sparse_calls"] > 0
+    assert found.limit == "text" and found.report["sparse_calls"] == 0
     *_, reason, last = advice(found, "m", None)
     assert (
         reason == f"It pays at 900 tokens and longer on this machine; this prompt has {found.context}, the whole text."

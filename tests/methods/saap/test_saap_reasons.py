@@ -15,6 +15,7 @@ import mlx_sparse
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.core import reasons
 from mlx_sparse.core.base import Step
+from mlx_sparse.core.cost import PROCESSORS
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
@@ -141,6 +142,8 @@ def test_shortest_context_of_saap():
     ops = Step(8, 4, 128, 2, network=512 * 100, buckets=1024)
     assert config.shortest_context(ops) == round(2.5 * (2048 + 128 + 100) / (1 - 2.5 / 16) + 0.5)
     assert config.shortest_context() == 2.5 * (2048 + 128)
+    native = Step(8, 4, 128, 2, "cpu", network=512 * 100, buckets=1024)
+    assert config.shortest_context(native) == round(PROCESSORS * 8 * (2048 + 128 + 100) / (1 - 8 / 16))
     assert SAAP(mode="online", buckets=160, probes=32).shortest_context(Step(8, 4, 128, 2, buckets=160)) >= 1 << 40
     assert SAAP(mode="online", recent_tokens=16, probes=2).shortest_context(step) == 18
     assert SAAP(mode="online", dense_below=5000, probes=2).shortest_context(step) == 5000
