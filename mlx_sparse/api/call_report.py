@@ -33,7 +33,6 @@ class Counts:
 
     sparse_calls: int = 0
     dense_calls: Counter[str] = field(default_factory=Counter)
-    native_calls: int = 0
     formula_bytes: int = 0
     dense_bytes: int = 0
     prefill: Any = None
@@ -41,6 +40,7 @@ class Counts:
     drafts: Any = None
     counted: Any = None
     recalls: Any = None
+    native_calls: int = 0
     device: dict[str, tuple[Read, list[tuple[object, object]]]] = field(default_factory=dict, repr=False)
 
     def later(self, name: str, read: Read, data: object, array: object) -> None:

@@ -15,7 +15,7 @@ import pytest
 from forked import BIN, Finished, Forks, start, without_blas
 from json_tables import read_tables
 from saap_artefacts import BUCKETS, write_artefact
-from tiny_models import build, prompt_of, words, write
+from tiny_models import BACKEND, build, prompt_of, words, write
 
 pytestmark = pytest.mark.slow  # commands
 
@@ -26,6 +26,7 @@ SAAP_WINDOW = "recent_tokens=16,merge_every=4,dense_layers=0"
 SAAP = ["--attn", f"saap:artefact=model.saap.safetensors,probes={BUCKETS},{SAAP_WINDOW}"]
 JSON = ["--attn-report", "json"]
 COMMANDS = ["generate", "chat", "server", "benchmark", "cache_prompt", "evaluate"]
+DENSE = "dense (cpu)" if BACKEND == "cpu" else "dense"  # name of dense calls in reports
 PROMPT, TOKENS, LAYERS = 40, 8, 2
 STEPS = TOKENS + 1  # the last prompt token is a decode step, and mlx-lm computes one token ahead
 
@@ -61,7 +62,9 @@ GOOD: dict[str, list[list[str]]] = {
     "no such model": [["mlx_lm.generate", "--model", "nowhere/at/all"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
     "full report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "full"]],
-    "short, modeled": [["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--no-calibrate"]],
+    "short, modeled": [
+        ["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--attn-backend", "ops", "--no-calibrate"]
+    ],
     "short, measured": [["mlx_lm.generate", *GENERATE, "--attn", "sample+sparq:rank=4"]],
     "short, prompts": [["mlx_lm.generate", *GENERATE, "--attn", "sample"]],
     "windows": [["mlx_lm.generate", "--model", "gemma3", *GENERATE[2:], *SPARSE]],
@@ -191,14 +194,14 @@ def test_without_a_method_errors_equal_mlx_lms(finished: Runs):
 
 def test_text_report_is_printed_on_standard_error(finished: Runs):
     opening, first, *rest = finished("text report").err.splitlines()
-    assert re.fullmatch(r"\[mlx-sparse\] sparq:rank=4,top_k=4,.* on ops: 2 of 2 layers \(llama, llama\)", first)
+    assert re.fullmatch(rf"\[mlx-sparse\] sparq:rank=4,top_k=4,.* on {BACKEND}: 2 of 2 layers \(llama, llama\)", first)
     assert opening == f"{first}; sparse at 5 keys and longer (given)"
     assert re.fullmatch(
         rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes by formula \(.* per step\)", rest[0]
     )
     assert re.fullmatch(r"  estimated attention recall: median .*; lowest in layer [01], median [\d.]+", rest[1])
     assert re.fullmatch(r"  estimated saving: \d+% of the bytes of a decode step, with the weights", rest[2])
-    assert rest[3] == f"  dense calls: {LAYERS} in prefill"
+    assert rest[3] == f"  {DENSE} calls: {LAYERS} in prefill"
     assert len(rest) <= 7
     assert finished("text report").text == finished("mlx_lm.generate sparse").text
 
@@ -207,7 +210,7 @@ def test_full_report_also_lists_the_crossover_lengths(finished: Runs):
     _, first, crossover, *rest = finished("full report").err.splitlines()
     assert first == finished("text report").err.splitlines()[1]
     assert crossover == "  sparse at 5 keys and longer (given)"
-    assert rest[-1] == f"  dense calls: {LAYERS} in prefill"
+    assert rest[-1] == f"  {DENSE} calls: {LAYERS} in prefill"
 
 
 def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished: Runs):
@@ -259,7 +262,7 @@ def test_chat_prints_the_first_line_before_the_first_question(tmp_path: Path, wi
         assert process.wait(60) == 0
         clock.cancel()
     assert line.startswith(
-        "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on ops: 2 of 2 layers (llama, llama); "
+        f"[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on {BACKEND}: 2 of 2 layers (llama, llama); "
     )
 
 
@@ -395,7 +398,7 @@ def test_prefill_method_works_alone_and_with_a_decode_method(finished: Runs):
 def test_text_report_describes_prefill(finished: Runs):
     opening, first, *rest = finished("long, both, text").err.splitlines()
     assert opening == "; ".join([first, *(line.strip() for line in rest[:2])])
-    assert re.fullmatch(r"\[mlx-sparse\] sample:.*\+sparq:.* on ops: 2 of 2 layers \(llama, llama\)", first)
+    assert re.fullmatch(rf"\[mlx-sparse\] sample:.*\+sparq:.* on {BACKEND}: 2 of 2 layers \(llama, llama\)", first)
     assert [line.split(":")[0] for line in rest] == [
         *("  prefill sparse at 0 keys and longer (given)", "  sparse at 5 keys and longer (given)"),
         *("  sparse prefill calls", "  density", "  attention recall", "  sparse calls"),

@@ -27,7 +27,7 @@ def nothing_measured(calibration_folder: Path) -> None:
 
 def plan(attn: str, **options: Any) -> Any:
     model = build()
-    enable(model, attn, calibration=Calibration(**options))
+    enable(model, attn, backend="ops", calibration=Calibration(**options))
     return plan_of(model)
 
 

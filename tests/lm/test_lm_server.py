@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from forked import without_blas
 from servers import TOKENS, reports_in, running
-from tiny_models import prompt_of, words, write
+from tiny_models import BACKEND, prompt_of, words, write
 
 SPARSE = ["--attn", "sparq:rank=4,top_k=4,dense_below=0", "--attn-report", "json"]
 LAYERS = 2
@@ -115,7 +115,7 @@ def test_disconnected_and_concurrent_requests_have_lines(model: Path):
     assert first.startswith(f"[mlx-sparse] {attn.partition(',')[0]},")
     crossovers = "; prefill sparse at 0 keys and longer (given); sparse at 5 keys and longer (given)"
     assert first == f"{report_line}{crossovers}"
-    assert first.endswith(f" on ops: 2 of 2 layers (llama, llama){crossovers}")
+    assert first.endswith(f" on {BACKEND}: 2 of 2 layers (llama, llama){crossovers}")
     other, gone, last = requests_in(err)
     assert re.match(r"prompt of 300 tokens, 6 generated; calls of up to 2 concurrent requests: \d+ sparse", other)
     assert re.match(r"prompt of 20 tokens, \d+ generated; calls of up to 2 concurrent requests", gone)

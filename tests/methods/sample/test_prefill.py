@@ -52,7 +52,7 @@ def test_a_backend_keeps_and_attends_the_blocks_of_the_oracle(backend: Any, case
     assert_attends(out, lse, case, choice)
 
 
-@on(registry.backends_of("sample_scores"), SAMPLE_CASES, few=(3, 8, 11))
+@on([name for name in registry.backends_of("sample_scores") if name != "oracle"], SAMPLE_CASES, few=(3, 8, 11))
 def test_scores_equal_the_oracle(backend: Any, case: SampleCase) -> None:
     q, k, _ = case.inputs()
     for rows in (None, MINFERENCE_ROWS) if backend.name != "triton" else (None,):
@@ -174,7 +174,7 @@ def test_an_alpha_of_one_is_dense_attention_to_the_last_bit(
 def test_a_scale_may_be_negative_or_zero(backend: Any, scale: float) -> None:
     q, k, v = SMALL.inputs()
     settings: dict[str, Any] = {**SMALL.parameters, "scale": scale}
-    if backend.name in registry.backends_of("sample_scores"):
+    if backend.name in [name for name in registry.backends_of("sample_scores") if name != "oracle"]:
         wanted = oracle.sample_scores(q, k, chunks=2, block_size=32, scale=scale)
         for got, scores in zip(backend.sample_scores(SMALL, scale=scale), wanted, strict=True):
             np.testing.assert_allclose(got, scores, rtol=1e-4, atol=1e-5)
