@@ -236,7 +236,7 @@ def test_killed_runs_resume_to_the_same_file(
         return commands.start(["-m", "mlx_sparse.cli", *argv], os.environ | without_torch)
 
     whole, out, work = tmp_path / "whole.safetensors", tmp_path / "a.safetensors", tmp_path / "work"
-    more = ["--steps", "2000", "--work"]  # the last layer trains until the signal arrives
+    more = ["--steps", "4000", "--work"]  # the last layer trains until the signal arrives
     process = start(arguments(folder, whole, *more, str(tmp_path / "other")))
     assert process.wait(120) == 0, process.stderr
     argv = arguments(folder, out, *more, str(work))
