@@ -26,6 +26,7 @@ SAAP_WINDOW = "recent_tokens=16,merge_every=4,dense_layers=0"
 SAAP = ["--attn", f"saap:artefact=model.saap.safetensors,probes={BUCKETS},{SAAP_WINDOW}"]
 JSON = ["--attn-report", "json"]
 COMMANDS = ["generate", "chat", "server", "benchmark", "cache_prompt", "evaluate"]
+OPS = ["--attn-backend", "ops"]  # modeled crossover lengths of other backends depend on the machine
 DENSE = "dense (cpu)" if BACKEND == "cpu" else "dense"  # name of dense calls in reports
 PROMPT, TOKENS, LAYERS = 40, 8, 2
 STEPS = TOKENS + 1  # the last prompt token is a decode step, and mlx-lm computes one token ahead
@@ -62,10 +63,8 @@ GOOD: dict[str, list[list[str]]] = {
     "no such model": [["mlx_lm.generate", "--model", "nowhere/at/all"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
     "full report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "full"]],
-    "short, modeled": [
-        ["mlx_lm.generate", *GENERATE, "--attn", "sparq:rank=4", "--attn-backend", "ops", "--no-calibrate"]
-    ],
-    "short, measured": [["mlx_lm.generate", *GENERATE, "--attn", "sample+sparq:rank=4"]],
+    "short, modeled": [["mlx_lm.generate", *GENERATE, *OPS, "--attn", "sparq:rank=4", "--no-calibrate"]],
+    "short, measured": [["mlx_lm.generate", *GENERATE, *OPS, "--attn", "sample+sparq:rank=4"]],
     "short, prompts": [["mlx_lm.generate", *GENERATE, "--attn", "sample"]],
     "windows": [["mlx_lm.generate", "--model", "gemma3", *GENERATE[2:], *SPARSE]],
     "no report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "off"]],
@@ -262,7 +261,8 @@ def test_chat_prints_the_first_line_before_the_first_question(tmp_path: Path, wi
         assert process.wait(60) == 0
         clock.cancel()
     assert line.startswith(
-        f"[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on {BACKEND}: 2 of 2 layers (llama, llama); "
+        "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key "
+        f"on {BACKEND}: 2 of 2 layers (llama, llama); "
     )
 
 
