@@ -2,8 +2,7 @@
 """Draw the plots for the documentation. This script needs matplotlib.
 
 python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
-python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/context.jsonl
-python scripts/plots.py measure    measure docs/results/context.jsonl on this machine (6 minutes on two cores)
+python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/speed.jsonl
 
 `mlx-sparse report` draws docs/quality.svg, which shows the quality against the bytes that the methods read.
 """
@@ -11,7 +10,6 @@ python scripts/plots.py measure    measure docs/results/context.jsonl on this ma
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,19 +24,17 @@ matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # makes the files reproducib
 from matplotlib import pyplot as plt  # noqa: E402 - the renderer is selected first
 
 DOCS = Path(__file__).parents[1] / "docs"
-ROWS = DOCS / "results" / "context.jsonl"
+ROWS = DOCS / "results" / "speed.jsonl"
 LAYERS, KV_HEADS, D, ITEM = 32, 8, 128, 2  # Llama 3.1 8B, float16
 CONTEXTS = [1024 * 2**i for i in range(8)]
 GEMMA = {"layers": 18, "full": (5, 11, 17), "window": 512, "heads": 1, "D": 256, "item": 2}  # Gemma 3 270M, bfloat16
 LONG = 32_768  # tokens of the picture by layer
-MEASURED = {"mlx": "1500,2k,3k,4k,6k", "onnx": "1k,2k,4k,7k"}  # the model supports 8,192 tokens
-NAMES = {"mlx": "mlx_lm", "onnx": "exported, ONNX Runtime"}
-TOKENS = 48  # generated per run
+METHODS = {"dense": "0.45", "sparq": "tab:blue", "sample+sparq": "tab:cyan"}  # with colors
 
 
 def main() -> int:
-    """Draw the requested plot or run the measurement, and return the exit code."""
-    actions = {"bytes": draw_bytes, "speed": draw_speed, "measure": measure}
+    """Draw the requested plot, and return the exit code."""
+    actions = {"bytes": draw_bytes, "speed": draw_speed}
     if len(sys.argv) != 2 or sys.argv[1] not in actions:
         sys.exit(f"usage: plots.py {'|'.join(actions)}")
     print(actions[sys.argv[1]]())
@@ -78,36 +74,19 @@ def draw_bytes() -> Path:
 
 
 def draw_speed() -> Path:
-    """Draw the tokens per second of dense and sparse decoding by context length."""
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    figure, panels = plt.subplots(1, len(NAMES), figsize=(9.6, 3.4), layout="constrained")
-    for axes, (library, name) in zip(panels, NAMES.items(), strict=True):
-        own = [row for row in rows if row["library"] == library]
-        contexts = [row["tokens"] for row in own]
-        for side, color in (("dense", "0.45"), ("sparse", "tab:blue")):
-            axes.plot(contexts, [row[side] for row in own], "o-", color=color, label=side.replace("sparse", "sparq"))
+    """Draw the prompt and generation speeds of whole commands by context length, from the rows of `bench generate`."""
+    rows = [row for row in map(json.loads, ROWS.read_text().splitlines()) if "generation" in row]
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
+    for axes, speed in zip(panels, ("prompt", "generation"), strict=True):
+        for method, color in METHODS.items():
+            own = [row for row in rows if row["method"] == method]
+            label = "plain mlx-lm" if method == "dense" else f"--attn {method}"
+            axes.plot([row["S"] for row in own], [row[speed] for row in own], "o-", color=color, label=label)
         axes.set_ylim(bottom=0)
-        _by_context(axes, contexts, "decoded tokens/s", f"SmolLM2-135M, {name}, CPU")
+        _by_context(
+            axes, sorted({row["S"] for row in rows}), f"{speed} tokens/s", "SmolLM2-135M, float32, two CPU cores"
+        )
     return _save(figure, "speed.svg")
-
-
-def measure() -> Path:
-    """Measure the decode speed at several context lengths on this machine, and write the results to `ROWS`."""
-    rows = []
-    command = Path(sys.executable).parent / "mlx-sparse"
-    options = ["bench", "generate", "--runtime", "onnx", "--lengths", MEASURED["onnx"], "--max-tokens", str(TOKENS)]
-    lines = subprocess.check_output([command, *options, "-o", "jsonl"], text=True).splitlines()
-    native = [row for row in map(json.loads, lines) if row.get("backend") == "native"]
-    for S in dict.fromkeys(row["S"] for row in native):
-        sides = {row["method"]: row["generation"] for row in native if row["S"] == S}
-        rows.append({"library": "onnx", "tokens": S, "dense": sides["dense"], "sparse": sides["sparq"]})
-    for context in MEASURED["mlx"].split(","):
-        options = ["try", "--fast-blas", "--context", context, "--max-tokens", str(TOKENS), "--json"]
-        found = json.loads(subprocess.check_output([command, *options]))
-        dense, sparse = found["tokens_per_second"]
-        rows.append({"library": "mlx", "tokens": found["context"], "dense": dense, "sparse": sparse})
-    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return ROWS
 
 
 def _by_context(axes: Any, contexts: list[int], label: str, title: str) -> None:
