@@ -253,7 +253,7 @@ class Report(Counts):
             lines.append("  sparse calls: none")
         lines += [*(self.recall.lines() if self.recall else []), *([saving] if saving else [])]
         if self.dense_calls:
-            native = " (cpu)" if self.native_calls else ""
+            native = " (cpu)" if self.native_calls == self.dense_calls.total() else ""
             lines.append(f"  dense{native} calls: {listing(self.dense_calls, most)}")
         return lines + (self.drafts.lines()[: 1 if most else None] if self.drafts else [])
 

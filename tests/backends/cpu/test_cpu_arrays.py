@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from cases import Case
 from mlx_arrays import to_mlx
+from require import absent
 
 import mlx_sparse
 from mlx_sparse import BackendUnavailable, native
 from mlx_sparse.core import native_call, registry
 
 if reason := registry.unavailable("cpu"):
-    pytest.skip(reason, allow_module_level=True)
+    absent("cpu", reason)
 
 CASE = Case(2, 4, 2, 150, 64, "f16")
 SPARQ = {"rank": 16, "top_k": 32}
