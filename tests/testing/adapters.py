@@ -139,12 +139,9 @@ class Arrays(ABC):
         q, k, v = self.arrays(case)
         padding = self.padding(case)
         bounds = self.load("page_bounds")(k, padding, page_size=params["page_size"])
-        names = zip(("page_min", "page_max"), map(self.cached, bounds), strict=True)
-        how = {**params, "left_padding": padding, **dict(names), **self.length(case.S)}
-        given = (q, self.cached(k))
-        out, lse = self.load("quest")(*given, self.cached(v), scale=case.D**-0.5, **how)
-        selects = self.name in registry.backends_of("quest_select")
-        return self.result(self.load("quest_select")(*given, **how) if selects else None, out, lse, case)
+        how = {**params, "left_padding": padding, **dict(zip(("page_min", "page_max"), bounds, strict=True))}
+        out, lse = self.load("quest")(q, k, v, scale=case.D**-0.5, **how)
+        return self.result(self.load("quest_select")(q, k, **how), out, lse, case)
 
     # Prompts
 

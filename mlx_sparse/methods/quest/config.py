@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ...core.base import Method, Step
-from ...core.cost import ENOUGH_SAVED
-from ...core.decide import NEVER
 
 
 @dataclass(frozen=True)
@@ -21,11 +18,9 @@ class Quest(Method):
         top_k: number of attended keys per KV head, rounded up to whole pages. The current page is included. The
             default is the budget at which Quest matches dense attention on LongBench in the paper.
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
-            on this machine. Before a measurement, "auto" is ``4 * top_k`` on the `ops` backend. There, reading a
-            gathered row takes 2.5 times as long as reading a row in dense attention (docs/results/speed.md). On `cpu`,
-            "auto" is never sparse before a measurement, because array operations select the pages. On a GPU backend,
-            "auto" is the length at which a step saves `ENOUGH_SAVED` bytes. If ``top_k`` is below the default,
-            as in experiments on short texts, every step that can be sparse is sparse.
+            on this machine. Before a measurement, "auto" is ``4 * top_k``, because reading a gathered row takes 2.5
+            times as long as reading a row in dense attention (docs/results/speed.md). If ``top_k`` is below the
+            default, as in experiments on short texts, every step that can be sparse is sparse.
     """
 
     name: ClassVar[str] = "quest"
@@ -55,16 +50,7 @@ class Quest(Method):
         return self.top_k < Quest.top_k
 
     def modeled_context(self, step: Step | None) -> int:
-        if step and step.device == "cpu":
-            return NEVER
-        if not step or step.device not in ENOUGH_SAVED:
-            return 4 * self.attended
-        # A sparse step skips rows, but it reads the page bounds (quest.6), and writes and reads the page scores.
-        row = 2 * step.itemsize * step.D
-        saved = row - (row + 8) / self.page_size
-        if saved <= 0:
-            return NEVER
-        return self.attended + 1 + math.ceil((ENOUGH_SAVED[step.device] / step.heads + row * self.attended) / saved)
+        return 4 * self.attended
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         """Return ``2 P D + 2 k D + 2 D`` (quest.6).
