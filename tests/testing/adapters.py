@@ -135,14 +135,6 @@ class Arrays(ABC):
     def sparq_select(self, q: Any, k: Any, coded: Any, selection: Params, reallocate: bool) -> Any:
         """Select the keys for `sparq` with the int4 scoring keys ``coded``, or with ``k`` if ``coded`` is None."""
 
-    def quest(self, case: Case, params: Params) -> Result:
-        q, k, v = self.arrays(case)
-        padding = self.padding(case)
-        bounds = self.load("page_bounds")(k, padding, page_size=params["page_size"])
-        how = {**params, "left_padding": padding, **dict(zip(("page_min", "page_max"), bounds, strict=True))}
-        out, lse = self.load("quest")(q, k, v, scale=case.D**-0.5, **how)
-        return self.result(self.load("quest_select")(q, k, **how), out, lse, case)
-
     # Prompts
 
     def sample(self, case: SampleCase) -> Result:
