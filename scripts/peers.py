@@ -28,6 +28,7 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 import onnx
+from evidence import short
 from mlx_sparse.onnx_export import bench
 from mlx_sparse.onnx_export.bench_generate import fill
 from mlx_sparse.onnx_export.exporter.export import export
@@ -263,10 +264,10 @@ def main(arguments: Sequence[str]) -> int:
     for case, runs in models(args.lengths) if whole else layers(args.lengths):
         turns = [{name: run(turn) for name, run in runs.items()} for turn in range(args.turns + 1)][1:]
         best = min((name for name in runs if "==" in name), key=lambda name: median(turn[name] for turn in turns))
-        model, metric = ("smollm2", "tokens_per_second") if whole else (str(case.shape), "microseconds")
+        model, metric = ("smollm2-135m-instruct", "tokens_per_second") if whole else (str(case.shape), "microseconds")
         for name in runs:
             values = [1 / turn[name] if whole else 1e6 * turn[name] for turn in turns]
-            key = f"peers/{model}/decode/{case.S / 1024:g}k/{name.replace(', ', '/').replace(' ', '-')}/{metric}"
+            key = "/".join(["peers", model, short(name), str(case.S), metric])
             row = {"key": key, "model": model, "task": "decode", "method": name, "context": case.S, "metric": metric}
             error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
             row |= {"examples": len(values), "mean": fmean(values), "sem": error}
