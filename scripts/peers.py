@@ -86,7 +86,8 @@ def llama_cpp(folder: Path, capacity: int) -> Callable[[int, int], Run]:
     contexts, lengths = [], [0] * len(FLASH)
     for flash in range(len(FLASH)):
         params = c.llama_context_default_params()
-        params.n_ctx, params.n_threads, params.flash_attn_type = capacity, 1, flash
+        params.n_ctx, params.n_batch, params.n_ubatch = capacity, 64, 64  # small buffers: a step has one token
+        params.n_threads, params.flash_attn_type = 1, flash
         contexts.append(c.llama_init_from_model(model, params))
 
     def step(flash: int) -> None:
@@ -125,8 +126,8 @@ def random_state(one: bytes, S: int) -> bytearray:
     cells = np.stack([np.arange(S), np.ones(S), np.zeros(S)], axis=1).astype(np.int32)  # position, sequences, sequence
     keys = struct.pack("<iQ", FLOAT16, row) + noise
     values = struct.pack("<iII", FLOAT16, 2, row // 2) + noise if transposed else keys
-    parts = one[:8], struct.pack("<II", 1, S), cells.tobytes(), one[28:36], keys * layers, values * layers
-    return bytearray().join(parts)
+    start = one[:8], struct.pack("<II", 1, S), cells.tobytes(), one[28:36]
+    return bytearray().join([*start, *[keys] * layers, *[values] * layers])
 
 
 def with_group_query(model: onnx.ModelProto, heads: int = SMOLLM2.Hq) -> onnx.ModelProto:
