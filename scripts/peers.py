@@ -65,6 +65,7 @@ def seconds(step: Callable[[], object], count: int = 1) -> float:
 
 def read(pool: np.ndarray, nbytes: int) -> Run:
     """Return a run that reads ``nbytes`` of ``pool``. Successive runs read different bytes."""
+    pool[:] = 1  # allocates the pages
     count = pool.nbytes // nbytes
     return lambda turn: seconds(pool[turn % count * nbytes :][:nbytes].view(np.int32).max)
 
@@ -210,7 +211,7 @@ def models(lengths: Sequence[int]) -> Iterator[tuple[Case, dict[str, Run]]]:
         add(peer, Path(scratch) / DENSE / "model.onnx", DENSE, with_int8, with_group_query)
         llama = llama_cpp(cache, capacity)
         weights, case = (cache / "model.gguf").stat().st_size, Case("float16", SMOLLM2, 1, capacity)
-        pool = np.ones(weights + LAYERS * 2 * case.keys, np.uint8)
+        pool = bench.memory.zeros((weights + LAYERS * 2 * case.keys,), np.uint8)
         for S in lengths:
             case = replace(case, S=S)
             moved = {DENSE: 2 * case.keys, SPARQ: case.rows * case.item * int(parse(SPARQ)[0].elements(S, SMOLLM2.D))}
@@ -239,7 +240,7 @@ def layers(lengths: Sequence[int]) -> Iterator[tuple[Case, dict[str, Run]]]:
         configs = {DENSE: None, **{name: parse(name)[0] for name in (SPARQ, SAAP)}}
         ours |= {name: bench.OrtStep(case, caches, 1, config, "native") for name, config in configs.items()}
         runs = {name: step.run for name, step in ours.items() if prepare_and_check(step)}
-        runs[f"read, {DENSE}"] = read(np.ones(bench.BYTES_IN_TURNS, np.uint8), 2 * case.keys)
+        runs[f"read, {DENSE}"] = read(bench.memory.zeros((bench.BYTES_IN_TURNS,), np.uint8), 2 * case.keys)
         queries = torch.from_numpy(caches.problem.queries).reshape(1, shape.Hkv, shape.G, shape.D)
         for dtype in (torch.float32, torch.bfloat16):
             sets = [[torch.from_numpy(a[:, :, :S]).to(dtype) for a in rows.values()] for rows in wide.sets("rows")]
