@@ -240,7 +240,6 @@ def layers(lengths: Sequence[int]) -> Iterator[tuple[Case, dict[str, Run]]]:
         configs = {DENSE: None, **{name: parse(name)[0] for name in (SPARQ, SAAP)}}
         ours |= {name: bench.OrtStep(case, caches, 1, config, "native") for name, config in configs.items()}
         runs = {name: step.run for name, step in ours.items() if prepare_and_check(step)}
-        runs[f"read, {DENSE}"] = read(bench.memory.zeros((bench.BYTES_IN_TURNS,), np.uint8), 2 * case.keys)
         queries = torch.from_numpy(caches.problem.queries).reshape(1, shape.Hkv, shape.G, shape.D)
         for dtype in (torch.float32, torch.bfloat16):
             sets = [[torch.from_numpy(a[:, :, :S]).to(dtype) for a in rows.values()] for rows in wide.sets("rows")]

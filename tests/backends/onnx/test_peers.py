@@ -38,7 +38,7 @@ def test_rows_of_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     out = tmp_path / "rows.jsonl"
     assert peers.main(["layer", "--lengths", "256", "--turns", "2", "-o", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 12 and all(row["mean"] > 0 < row["ratio"] and row.keys() >= FIELDS.keys() for row in rows)
+    assert len(rows) == 10 and all(row["mean"] > 0 < row["ratio"] and row.keys() >= FIELDS.keys() for row in rows)
 
 
 def test_a_wrong_argument_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
