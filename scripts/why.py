@@ -4,7 +4,7 @@
 python scripts/why.py [--model gemma-3-270m --accept-license gemma] >> docs/results/why.jsonl
 
 The script records queries and keys of the layers without a sliding window, and prints a row of JSON for each method and
-metric. Standard errors are over passages.
+metric. "examples" counts the queries of each layer whose keys are selected. Standard errors are over passages.
 
 kurtosis               excess kurtosis of the components of a query; 0 for a normal distribution
 top_32_mass            softmax mass of the 32 keys with the highest scores of a query head
@@ -55,7 +55,7 @@ from mlx_sparse.tools.train.rows import Texts
 Array = np.ndarray
 RANKS, TOP_KS, BUCKETS = (4, 8, 16, 32, 64, 128, 256), (32, 64, 128, 256), 32
 QUERIES = 128  # recorded queries in the last quarter of a passage
-SELECTIONS = 60  # queries of a passage whose keys are selected, in all layers together
+SELECTIONS = 60  # selections per passage, in all layers together
 
 
 def methods(D: int) -> dict[str, tuple[str, ...]]:
@@ -185,7 +185,7 @@ def main() -> int:
     add_model_options(parser)
     parser.add_argument("--text", nargs="+", default=["shakespeare", "novels", "python"], help="names or files")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a passage (default: 2048)")
-    parser.add_argument("--passages", type=int, default=8, help="passages of each text (default: 8)")
+    parser.add_argument("--passages", type=int, default=4, help="passages of each text (default: 4)")
     args = parser.parse_args()
     check_model(args.model, cache_directory(), args.accept_license)
     model, tokenizer, _ = load_model(args.model, None, args.accept_license, only_mlx_lm=True)
@@ -193,24 +193,28 @@ def main() -> int:
     tokens = encode_texts(tokenizer, real_texts.read(args.text))
     passages = [passage.tokens for part in tokens for passage in read_text(part, tokenizer, **options)]
     shapes, last = find_layer_shapes(model, 0), args.context // 4
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = (len(passages), args.context, min(QUERIES, last), args.context - last)
-        recorded = Collection(Path(folder), shapes, *sizes, seed=0)
-        with tqdm(total=len(passages) * args.context, unit="token", desc="recording", disable=None) as progress:
-            collect(model, recorded, passages, key="", progress=progress)
-        each = has_qk_norm(model), -(-SELECTIONS // len(shapes))
-        layers = [measure(recorded.texts(layer), *each) for layer in tqdm(shapes, desc="layers", disable=None)]
+    steps = -(-SELECTIONS // len(shapes))
     name, head = Path(args.model or DEFAULT).name, ("git", "rev-parse", "--short=8", "HEAD")
     versions = ", ".join(f"{package} {environment.version_of(package)}" for package in ("mlx", "mlx-lm"))
     about = {
         "model": name,
         "task": "text",
         "context": args.context,
-        "examples": len(passages),
+        "examples": len(passages) * steps,
+        "passages": len(passages),
         "command": shlex.join(["python", *sys.argv]),
         "commit": subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip(),
         "machine": f"{environment.hardware()['chip']}, {os.cpu_count()} cores; {versions}",
     }
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = (len(passages), args.context, min(QUERIES, last), args.context - last)
+        recorded = Collection(Path(folder), shapes, *sizes, seed=0)
+        with tqdm(total=len(passages) * args.context, unit="token", desc="recording", disable=None) as progress:
+            collect(model, recorded, passages, key="", progress=progress)
+        layers = [
+            measure(recorded.texts(layer), has_qk_norm(model), steps)
+            for layer in tqdm(shapes, desc="layers", disable=None)
+        ]
     for method, metric, by_passage, by_layer in numbers(next(iter(shapes.values())).D, layers):
         key = f"why/{name.split('-')[0]}/text/{args.context / 1024:g}k/{method}/{metric}"
         sem = np.std(by_passage, ddof=1) / math.sqrt(len(passages))
