@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -216,7 +217,8 @@ def main() -> int:
             for layer in tqdm(shapes, desc="layers", disable=None)
         ]
     for method, metric, by_passage, by_layer in numbers(next(iter(shapes.values())).D, layers):
-        key = f"why/{name.split('-')[0]}/text/{args.context / 1024:g}k/{method}/{metric}"
+        short = re.sub("[^a-z0-9_]+", "-", method.lower()).strip("-")
+        key = f"why/{name.split('-')[0]}/text/{args.context / 1024:g}k/{short}/{metric}"
         sem = np.std(by_passage, ddof=1) / math.sqrt(len(passages))
         rounded = [round(float(number), 4) for number in by_layer]
         found = {"mean": float(np.mean(by_passage)), "sem": float(sem), "by_layer": rounded}
