@@ -4,7 +4,7 @@
 python scripts/why.py [--model gemma-3-270m --accept-license gemma] >> docs/results/why.jsonl
 
 The script records queries and keys of the layers without a sliding window, and prints a row of JSON for each method and
-metric. "examples" counts the queries of each layer whose keys are selected. Standard errors are over passages.
+metric. "examples" counts the queries whose keys are selected, in all layers. Standard errors are over passages.
 
 kurtosis               excess kurtosis of the components of a query; 0 for a normal distribution
 top_32_mass            softmax mass of the 32 keys with the highest scores of a query head
@@ -48,7 +48,7 @@ from mlx_sparse.tools import environment
 from mlx_sparse.tools.assets.models import DEFAULT, add_model_options, check_model
 from mlx_sparse.tools.evaluate import texts as real_texts
 from mlx_sparse.tools.evaluate.inputs import encode_texts, load_model
-from mlx_sparse.tools.evaluate.tasks import read_text
+from mlx_sparse.tools.evaluate.tasks.text import read_text
 from mlx_sparse.tools.train.collect import Collection, collect, find_layer_shapes
 from mlx_sparse.tools.train.layers import bucket_ids, fit_centroids
 from mlx_sparse.tools.train.rows import Texts
@@ -56,7 +56,7 @@ from mlx_sparse.tools.train.rows import Texts
 Array = np.ndarray
 RANKS, TOP_KS, BUCKETS = (4, 8, 16, 32, 64, 128, 256), (32, 64, 128, 256), 32
 QUERIES = 128  # recorded queries in the last quarter of a passage
-SELECTIONS = 60  # selections per passage, in all layers together
+SELECTIONS = 30  # selections per passage, in all layers together
 
 
 def methods(D: int) -> dict[str, tuple[str, ...]]:
@@ -201,7 +201,7 @@ def main() -> int:
         "model": name,
         "task": "text",
         "context": args.context,
-        "examples": len(passages) * steps,
+        "examples": len(passages) * steps * len(shapes),
         "passages": len(passages),
         "command": shlex.join(["python", *sys.argv]),
         "commit": subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip(),

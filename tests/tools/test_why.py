@@ -24,7 +24,7 @@ def test_rows_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert why.main() == 0
     rows = {row["key"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     row = rows["why/tiny/text/0.5k/sparq-rank-64-top_k-128/recall"]
-    assert (row["examples"], row["passages"], len(row["by_layer"])) == (6, 3, 2)
+    assert (row["examples"], row["passages"], len(row["by_layer"])) == (12, 3, 2)
     assert row["mean"] == pytest.approx(np.mean(row["by_layer"]), abs=1e-4) and row["sem"] > 0
     assert all(rows[f"why/tiny/text/0.5k/dense/{name}"]["mean"] > 0 for name in ("top_32_mass", "span_pre_rope"))
 
