@@ -4,8 +4,6 @@
 python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
 python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/speed.jsonl
 python scripts/plots.py why        docs/results/why.svg: why SparQ and SAAP work, from docs/results/why.jsonl
-
-`mlx-sparse report` draws docs/quality.svg, which shows the quality against the bytes that the methods read.
 python scripts/plots.py quality    docs/quality.svg: copying accuracy against bytes, from docs/results/quality.jsonl
 python scripts/plots.py needles    docs/results/needle.svg: needles by depth and context, from the same rows
 """
