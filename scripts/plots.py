@@ -3,6 +3,7 @@
 
 python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
 python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/speed.jsonl
+python scripts/plots.py why        docs/results/why.svg: why SparQ and SAAP work, from docs/results/why.jsonl
 python scripts/plots.py quality    docs/quality.svg: copying accuracy against bytes, from docs/results/quality.jsonl
 python scripts/plots.py needles    docs/results/needle.svg: needles by depth and context, from the same rows
 """
@@ -29,6 +30,19 @@ LAYERS, KV_HEADS, D, ITEM = 32, 8, 128, 2  # Llama 3.1 8B, float16
 CONTEXTS = [1024 * 2**i for i in range(8)]
 GEMMA = {"layers": 18, "full": (5, 11, 17), "window": 512, "heads": 1, "D": 256, "item": 2}  # Gemma 3 270M, bfloat16
 LONG = 32_768  # tokens of the picture by layer
+AGREEMENT = [
+    (model, D, f"{method}/agreement", f"{color}{style}", f"{name}, {label}")
+    for model, D, color, name in (("smollm2", 64, "C0", "SmolLM2"), ("gemma", 256, "C1", "Gemma 3"))
+    for method, style, label in (
+        ("sparq-rank-{}-local_window-0", "o-", "default"),
+        ("sparq-preset-paper-rank-{}-local_window-0", "o--", "paper"),
+        ("random_projection-rank-{}", "o:", "random projection"),
+    )
+]
+RECALL = [
+    ("smollm2", 64, f"sparq-rank-{{}}-top_k-{k}/recall", f"C{i}o-", f"top_k={k}")
+    for i, k in enumerate((32, 64, 128, 256))
+]
 MODELS = {"smollm2-135m-instruct": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M"}
 METHODS = {"dense": "0.45", "sparq": "tab:blue", "sample+sparq": "tab:cyan"}  # with colors
 
@@ -36,6 +50,7 @@ METHODS = {"dense": "0.45", "sparq": "tab:blue", "sample+sparq": "tab:cyan"}  # 
 def main() -> int:
     """Draw the requested plot, and return the exit code."""
     actions = {"bytes": draw_bytes, "speed": draw_speed, "quality": draw_quality, "needles": draw_needles}
+    actions["why"] = draw_why
     if len(sys.argv) != 2 or sys.argv[1] not in actions:
         sys.exit(f"usage: plots.py {'|'.join(actions)}")
     print(actions[sys.argv[1]]())
@@ -88,6 +103,36 @@ def draw_speed() -> Path:
             axes, sorted({row["context"] for row in rows}), f"{speed} tokens/s", "SmolLM2-135M, float32, two CPU cores"
         )
     return _save(figure, "speed.svg")
+
+
+def draw_why() -> Path:
+    """Draw the attention mass and the bucket spans by layer, and agreement and recall by rank (scripts/why.py)."""
+    rows = {row["key"]: row for row in _rows("why")}
+    figure, ((mass, agreement), (recall, spans)) = plt.subplots(2, 2, figsize=(9.6, 6), layout="constrained")
+    for axes, name, style, label in (
+        (mass, "top_32_mass", "C0o-", "32 highest scores"),
+        (spans, "span_pre_rope", "C2o-", "keys before RoPE"),
+        (spans, "span_rope", "C3o-", "keys after RoPE"),
+    ):
+        axes.plot(rows[f"why/smollm2/text/2k/dense/{name}"]["by_layer"], style, label=label)
+        axes.set(xlabel="layer of SmolLM2-135M", ylim=(0, 1))
+    mass.set(title="Few keys receive most of the attention", ylabel="share of the softmax")
+    spans.set(title="RoPE makes k-means cluster positions", ylabel="span of a bucket (share of the text)")
+    for axes, title, label, lines in (
+        (agreement, "Few components find the best 128 keys", "agreement with the exact top 128", AGREEMENT),
+        (recall, "Recall by rank and top_k, SmolLM2-135M", "attention recall", RECALL),
+    ):
+        for model, D, method, style, name in lines:
+            ranks = [rank for rank in (4, 8, 16, 32, 64, 128) if rank <= D // 2]
+            found = [rows[f"why/{model}/text/2k/{method.format(rank)}"]["mean"] for rank in ranks]
+            axes.plot([rank / D for rank in ranks], found, style, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set(title=title, xlabel="rank / D", ylabel=label, ylim=(0, 1))
+    for axes in (mass, spans, agreement, recall):
+        axes.title.set_fontsize(10)
+        axes.legend(frameon=False, fontsize=8)
+        axes.grid(alpha=0.3)
+    return _save(figure, "results/why.svg")
 
 
 def draw_quality() -> Path:
