@@ -146,9 +146,9 @@ def quest_select(
     shape = (B, Hkv, -(-S // page_size), D)
     low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
     for b in range(B):
-        for page, start in enumerate(range(first[b], S, page_size)):
+        for number, start in enumerate(range(first[b], S, page_size)):
             own = k[b, :, start : start + page_size]
-            low[b, :, page], high[b, :, page] = own.min(axis=1), own.max(axis=1)
+            low[b, :, number], high[b, :, number] = own.min(axis=1), own.max(axis=1)
     grouped = q.reshape(B, Hkv, -1, D)
     # (quest.2) with 0 * inf = NaN, then (quest.3)
     with np.errstate(invalid="ignore"):
