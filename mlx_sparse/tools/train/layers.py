@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,8 @@ class Recipe:
 def make_layer(texts: Texts, recipe: Recipe, *, progress: tqdm = None) -> tuple[Layer, list[Rows]]:
     """Train one layer. Return centroids and query networks in float16, and the training rows of each KV head."""
     centroids = make_centroids(texts, recipe)
+    if not recipe.training.steps:
+        recipe = replace(recipe, max_rows=0)  # a head without rows keeps the k-means router
     ids = bucket_ids(texts.pre_rope_keys, centroids)
     rows = [head_rows(texts, ids, head, recipe) for head in range(texts.heads)]
     layer = train_layer(rows, centroids, recipe.training, scale=texts.scale, progress=progress)

@@ -82,6 +82,7 @@ def test_targets_match_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
             mass.append(target.mass)
         assert 10 < len(found.target) < found.seen == WINDOWS * GROUP * S
         np.testing.assert_array_equal(found.queries, np.concatenate(queries))
+        assert found.counts.tolist() == [sum(map(len, queries[w * GROUP : (w + 1) * GROUP])) for w in range(WINDOWS)]
         # half a float16 ulp below 1, plus the float32 error of the scores
         np.testing.assert_allclose(found.target, np.concatenate(mass), atol=2**-12 + 1e-5)
 
@@ -110,7 +111,8 @@ def long_tailed_rows(n: int, seed: int = 0, *, heads: int = HEADS) -> list[Rows]
         logits = 1.5 * np.abs(queries) @ truth[head]
         target = np.exp(logits - logits.max(axis=1, keepdims=True))
         target /= target.sum(axis=1, keepdims=True)
-        found.append(Rows(queries.astype(np.float32), target.astype(np.float16), 2 * n, SHARE))
+        counts = np.array([n // 4, 0, n - n // 4])
+        found.append(Rows(queries.astype(np.float32), target.astype(np.float16), 2 * n, SHARE, counts))
     return found
 
 
@@ -211,8 +213,10 @@ def test_training_starts_at_the_kmeans_router() -> None:
 TRAINING = Training(HIDDEN, steps=60, batch=64, rate=1e-2, seed=2)
 
 
-def test_trained_network_beats_kmeans_on_new_queries() -> None:
-    layer = train_layer(long_tailed_rows(2000), unit_centroids(), TRAINING, scale=SCALE)
+@pytest.mark.parametrize("recipe", [{}, {"start": "random", "one_text": True}])
+def test_trained_network_beats_kmeans_on_new_queries(recipe: dict[str, Any]) -> None:
+    training = dataclasses.replace(TRAINING, **recipe)
+    layer = train_layer(long_tailed_rows(2000), unit_centroids(), training, scale=SCALE)
     for head, rows in enumerate(long_tailed_rows(300, seed=1)):
         found = losses(rows, layer, head, SCALE, rows)
         assert 0 < found["trained"] < 0.7 * found["kmeans"]
@@ -248,8 +252,19 @@ def test_reported_loss_is_the_divergence() -> None:
     expected = np.where(target > 0, target * np.log(np.maximum(target, 1e-30) / f), 0).sum(axis=1).mean()
     # targets are float16, so their sums are 1 to within 0.0005
     assert losses(rows[1], layer, 1, SCALE, rows[1])["kmeans"] == pytest.approx(expected, abs=2e-3)
-    none = Rows(rows[0].queries[:0], rows[0].target[:0], 5, SHARE)
+    none = dataclasses.replace(rows[0], queries=rows[0].queries[:0], target=rows[0].target[:0])
     assert losses(none, layer, 0, SCALE, rows[0]) == {}
+
+
+def test_queries_of_a_step_come_from_one_text() -> None:
+    rows = long_tailed_rows(80, heads=1)  # 20 of text 0, none of text 1, 60 of text 2
+    training, texts = dataclasses.replace(TRAINING, one_text=True), list[set[bool]]()
+    for step in range(20):
+        (queries,) = np.array(network._batch(rows, training, step)[0])
+        places = {int(np.flatnonzero((rows[0].queries == query).all(axis=1))[0]) for query in queries}
+        texts.append({place >= 20 for place in places})
+    assert {len(of_step) for of_step in texts} == {1}
+    assert set.union(*texts) == {False, True}
 
 
 def test_learning_rate_decays_to_zero() -> None:

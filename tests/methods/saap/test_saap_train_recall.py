@@ -134,6 +134,18 @@ def test_routers_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report_layer(5, held_out, layer, rows, RECIPE) == report_layer(5, held_out.thinned(5), layer, rows, RECIPE)
 
 
+def test_no_steps_keep_the_kmeans_router() -> None:
+    recipe = replace(RECIPE, training=replace(RECIPE.training, steps=0))
+    layer, rows = make_layer(texts(), recipe)
+    expected = network.router(mx.array(make_centroids(texts(), recipe)), 2 * D, texts().scale)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(np.array(layer.arrays()[name]), np.array(array.astype(mx.float16)))
+    for found in report_layer(5, texts(seed=1, every=3), layer, rows, recipe):
+        assert found.rows == 0
+        np.testing.assert_allclose(found.recall["trained"], found.recall["kmeans"], atol=5e-3)  # float16 weights
+        assert found.loss["trained"] == pytest.approx(found.loss["kmeans"], abs=1e-2)
+
+
 def test_thinned_texts_keep_all_keys() -> None:
     data = texts(every=2)  # 75 queries
     few = data.thinned(30)
