@@ -17,7 +17,7 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods.saap import kmeans
 from mlx_sparse.methods.saap.artefact import Layer
 from mlx_sparse.tools.train import network
-from mlx_sparse.tools.train.layers import POINTS, fit_centroids, losses
+from mlx_sparse.tools.train.layers import POINTS, fit_centroids, losses, routers_of
 from mlx_sparse.tools.train.network import MIN_ROWS, Training, train_layer
 from mlx_sparse.tools.train.rows import Rows, long_range_rows
 
@@ -218,7 +218,7 @@ def test_trained_network_beats_kmeans_on_new_queries(recipe: dict[str, Any]) -> 
     training = dataclasses.replace(TRAINING, **recipe)
     layer = train_layer(long_tailed_rows(2000), unit_centroids(), training, scale=SCALE)
     for head, rows in enumerate(long_tailed_rows(300, seed=1)):
-        found = losses(rows, layer, head, SCALE, rows)
+        found = losses(rows, routers_of(layer, SCALE), head, rows)
         assert 0 < found["trained"] < 0.7 * found["kmeans"]
 
 
@@ -229,7 +229,10 @@ def test_file_is_per_key_and_report_per_bucket() -> None:
     odds = np.array(per_key.out_bias - per_bucket.out_bias)
     np.testing.assert_allclose(odds, np.tile(-np.log(SHARE * BUCKETS), (HEADS, 1)), atol=1e-5)
     for head, (one, other) in enumerate(zip(rows, even, strict=True)):
-        a, b = losses(one, per_key, head, SCALE, one), losses(other, per_bucket, head, SCALE, other)
+        a, b = (
+            losses(one, routers_of(per_key, SCALE), head, one),
+            losses(other, routers_of(per_bucket, SCALE), head, other),
+        )
         assert a["trained"] == pytest.approx(b["trained"], abs=1e-5)
 
 
@@ -251,9 +254,9 @@ def test_reported_loss_is_the_divergence() -> None:
     target = rows[1].target.astype(np.float64)
     expected = np.where(target > 0, target * np.log(np.maximum(target, 1e-30) / f), 0).sum(axis=1).mean()
     # targets are float16, so their sums are 1 to within 0.0005
-    assert losses(rows[1], layer, 1, SCALE, rows[1])["kmeans"] == pytest.approx(expected, abs=2e-3)
+    assert losses(rows[1], routers_of(layer, SCALE), 1, rows[1])["kmeans"] == pytest.approx(expected, abs=2e-3)
     none = dataclasses.replace(rows[0], queries=rows[0].queries[:0], target=rows[0].target[:0])
-    assert losses(none, layer, 0, SCALE, rows[0]) == {}
+    assert losses(none, routers_of(layer, SCALE), 0, rows[0]) == {}
 
 
 def test_queries_of_a_step_come_from_one_text() -> None:
@@ -276,7 +279,7 @@ def test_learning_rate_decays_to_zero() -> None:
 def test_heads_with_few_rows_keep_the_kmeans_router() -> None:
     many, few = long_tailed_rows(500)[0], long_tailed_rows(MIN_ROWS - 1)[1]
     layer = train_layer([many, few], unit_centroids(), TRAINING, scale=SCALE)
-    found = losses(many, layer, 0, SCALE, many), losses(few, layer, 1, SCALE, few)
+    found = losses(many, routers_of(layer, SCALE), 0, many), losses(few, routers_of(layer, SCALE), 1, few)
     assert found[0]["trained"] < 0.8 * found[0]["kmeans"]
     assert found[1]["trained"] == pytest.approx(found[1]["kmeans"], abs=1e-5)
     queries = np.stack([few.queries] * HEADS)

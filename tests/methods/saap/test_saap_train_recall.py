@@ -20,7 +20,6 @@ from mlx_sparse.tools.train import network
 from mlx_sparse.tools.train.layers import (
     Indexed,
     Recipe,
-    centroid_scores,
     curve,
     grouped_queries,
     imbalance,
@@ -30,6 +29,7 @@ from mlx_sparse.tools.train.layers import (
     make_layer,
     report_layer,
     router_scores,
+    routers_of,
 )
 from mlx_sparse.tools.train.layers import bucket_ids as assign_all
 from mlx_sparse.tools.train.network import Training
@@ -93,8 +93,10 @@ def test_routers_match_the_oracle() -> None:
     arrays = {name: np.array(array.astype(mx.float32)) for name, array in layer.arrays().items()}
     centroids = arrays.pop("centroids")
     n = data.positions.shape[1]
-    every = [router_scores(grouped_queries(data, head), layer, head) for head in range(HEADS)]
-    linear = [centroid_scores(grouped_queries(data, head), layer, head, scale=0.6) for head in range(HEADS)]
+    every, linear = (
+        [router_scores(grouped_queries(data, head), router, head) for head in range(HEADS)]
+        for router in routers_of(layer, 0.6).values()
+    )
     for window, row in np.ndindex(WINDOWS, n):
         queries = data.pre_rope_queries[window, :, row].astype(np.float32)[None, :, None]
         expected = oracle.query_network(queries, **arrays)[0].sum(axis=1)
