@@ -174,7 +174,7 @@ def long_range_rows(
     windows, G = len(texts.rope_keys), texts.rope_queries.shape[1] // texts.heads
     share = -(-max_rows // windows)
     queries, targets, counts, seen = [], [], np.zeros(windows, int), 0
-    for window in range(windows):
+    for window in range(windows if max_rows else 0):
         before, after = (texts.group(a, window, head) for a in (texts.pre_rope_queries, texts.rope_queries))
         before, after = (array.reshape(-1, array.shape[-1]) for array in (before, after))
         keys, positions = texts.rope_keys[window, head], np.tile(texts.positions[window], G)

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     number: dict[str, Any] = {"metavar": "N", "type": int}
     add_options(parser)
-    parser.add_argument("--held-out", metavar="FILE", nargs="+", help="text for the report (default: end of --text)")
+    parser.add_argument("--held-out", metavar="TEXT", nargs="+", help="text for the report (default: end of --text)")
     parser.add_argument("-o", "--out", metavar="FILE.safetensors", type=Path, required=True, help="output file")
     parser.add_argument("--buckets", default=1024, help="clusters of keys per KV head (default: 1024)", **number)
     parser.add_argument("--hidden", help="hidden units per network (default: twice the head dim)", **number)
