@@ -245,9 +245,14 @@ class Dense(Method):
 
 @dataclass(frozen=True)
 class Prefill(Method):
-    """Base class of the prefill methods."""
+    """Base class of the prefill methods.
+
+    Attributes:
+        selects_keys: True if the method's functions take attention sinks and quantized keys and values.
+    """
 
     stage: ClassVar[str] = "prefill"
+    selects_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

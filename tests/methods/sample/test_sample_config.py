@@ -16,6 +16,7 @@ from mlx_sparse.core.cost import SAMPLE_DENSE_ABOVE, SAMPLE_DENSE_BELOW
 from mlx_sparse.methods import (
     METHODS,
     BigBird,
+    Gather,
     MInference,
     Sample,
     SampleRange,
@@ -44,6 +45,7 @@ configs = st.one_of(
         dense_above=st.just("auto") | shares,
         ranges=ranges,
     ),
+    st.builds(Gather, share=shares, chunk=counts, samples=counts, exact_tail=counts, dense_below=st.integers(0, 10**9)),
     st.builds(MInference, vertical_tokens=counts, slash_tokens=counts, block_size=sizes),
     st.builds(
         BigBird,
