@@ -266,11 +266,8 @@ class RecordedCall:
         self.ties += not np.array_equal(sure, possible)
         sizes = {"block_size": config.block_size, "scale": self.scale}
         expected, lse = oracle.blocks.attend_blocks(*self.arrays, blocks, **sizes)
-        self._close(
-            expected,
-            lse,
-            [(plain_masked_attention(case, *self.arrays, attended(blocks, case)), case.plain_lse(blocks))],
-        )
+        plain = plain_masked_attention(case, *self.arrays, attended(blocks, case))
+        self._close(expected, lse, [(plain, case.plain_lse(blocks))])
 
     def _close(self, expected: Array, lse: Array, plains: Iterable[tuple[Array, Array]]) -> None:
         """Assert that ``out`` is as accurate as a plain float32 computation.

@@ -65,10 +65,12 @@ def gather_scores(
         heads = slice(first, first + step)
         scores = exact_logits(wait_for(found, q[:, heads]), _first(keys, M + m, heads))
         own = mx.where(hidden[:, heads], -mx.inf, scores[..., M:])
-        lse = mx.logaddexp(mx.logsumexp(scores[..., :M], axis=-1), mx.logsumexp(own, axis=-1))
+        top = mx.maximum(mx.max(scores[..., :M], axis=-1), mx.max(own, axis=-1))
+        exps, total = mx.exp(scores[..., :M] - top[..., None]), mx.exp(own - top[..., None]).sum(axis=-1)
         if extra is not None:
-            lse = mx.logaddexp(lse, extra[:, heads])
-        found.append((mx.exp(scores[..., :M] - lse[..., None]) * weight[:, heads, :, None]).sum(axis=2))
+            total = total + mx.exp(extra[:, heads] - top)
+        shares = weight[:, heads] / (total + exps.sum(axis=-1))
+        found.append((shares[:, :, None] @ exps)[:, :, 0])
     return mx.concatenate(found, axis=1), weight.sum(axis=-1)
 
 
