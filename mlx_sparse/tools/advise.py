@@ -354,7 +354,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example:\n  mlx-sparse advise MODEL --text notes.txt --context 32k --save attn.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_options(parser, positional=True)
+    add_options(parser)
     parser.add_argument("--context", metavar="N", default="32k", help="context length that you use (default: 32k)")
     parser.add_argument("--methods", metavar="METHOD,...", default=METHODS, help="to test (default: %(default)s)")
     parser.add_argument(

@@ -108,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example:\n  mlx-sparse try MODEL --text notes.txt --question 'Who is Ann?' --context 32k",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="as --model")
     add_model_options(parser)
     parser.add_argument(
         "--text", metavar="TEXT", nargs="+", help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT})"
