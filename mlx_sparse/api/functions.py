@@ -62,7 +62,7 @@ class Functions(DecodeFunctions[Array], PrefillFunctions[Array], SaapFunctions[A
             if unknown := settings.keys() - set(method.setting_names()):
                 name = attention.__name__
                 raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
-            config, L, S = method(**settings, **at_any_length), call.sizes.L, call.sizes.S
+            config, L, S = method(**(defaults | settings)), call.sizes.L, call.sizes.S
             if prefill:
                 layout = config.layout(L, S)
                 dense = config.dense_reason(L, S) is not None
@@ -71,8 +71,11 @@ class Functions(DecodeFunctions[Array], PrefillFunctions[Array], SaapFunctions[A
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         own = inspect.signature(method).parameters
-        at_any_length = {"dense_below": 0} if "dense_below" in own else {}
-        settings = [own[name].replace(kind=keyword) for name in method.setting_names()]
+        defaults = dict(method.function_defaults)
+        settings = [
+            own[name].replace(kind=keyword, default=defaults.get(name, own[name].default))
+            for name in method.setting_names()
+        ]
         if not prefill:
             settings.append(inspect.Parameter("left_padding", keyword, default=None, annotation="Array | None"))
         fixed = list(inspect.signature(attention).parameters.values())

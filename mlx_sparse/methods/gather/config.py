@@ -44,6 +44,7 @@ class GatherLayout(Layout):
     chunk: int = 1
     samples: int = 1
     exact_tail: int = 0
+    neighbors: int = 0
     dense_below: int = 0
 
     @cached_property
@@ -56,11 +57,6 @@ class GatherLayout(Layout):
             dense = kept >= earlier or earlier < self.dense_below
             found.append(Chunk(start, start if dense else max(start, min(stop, tail)), stop, earlier, kept))
         return tuple(found)
-
-    @property
-    def dense(self) -> bool:
-        """True if no query is sparse."""
-        return not any(piece.sparse for piece in self.pieces)
 
     @property
     def sampled_share(self) -> float:
@@ -78,6 +74,8 @@ class Gather(Prefill):
         chunk: number of tokens per chunk. Chunks start at multiples of this number.
         samples: number of queries per chunk whose attention scores the keys.
         exact_tail: number of last queries of a call that attend to all keys.
+        neighbors: number of keys before and after a key that share its score, if theirs is lower. The default of
+            ``gather_attention`` is 0.
         dense_below: number of earlier keys below which a chunk attends to all keys.
     """
 
@@ -87,13 +85,15 @@ class Gather(Prefill):
         "the share of the earlier keys with most of a sample's attention, per KV head ([gather](docs/spec/gather.md))"
     )
     plot_style: ClassVar[tuple[str, str]] = ("#117733", "^")
-    limits: ClassVar[Mapping[str, int]] = {"chunk": 1, "samples": 1, "exact_tail": 0, "dense_below": 0}
+    limits: ClassVar[Mapping[str, int]] = {"chunk": 1, "samples": 1, "exact_tail": 0, "neighbors": 0, "dense_below": 0}
+    function_defaults: ClassVar[Mapping[str, Any]] = {"neighbors": 0, "dense_below": 0}
     selects_keys: ClassVar[bool] = True
 
     share: float = 0.5
     chunk: int = 1024
     samples: int = 64
     exact_tail: int = 128
+    neighbors: int = 8
     dense_below: int = 8192
 
     def __post_init__(self) -> None:
@@ -113,4 +113,4 @@ class Gather(Prefill):
         layout = self.layout(L, S)
         if all(piece.earlier < self.dense_below for piece in layout.pieces):
             return reasons.shorter_than(self.dense_below)
-        return reasons.ALL_KEPT if layout.dense else None
+        return None if any(piece.sparse for piece in layout.pieces) else reasons.ALL_KEPT

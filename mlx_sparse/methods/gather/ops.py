@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -74,9 +74,27 @@ def gather_scores(
     return mx.concatenate(found, axis=1), weight.sum(axis=-1)
 
 
-def gather_select(scores: mx.array, kept: int) -> mx.array:
-    """Return the indices ``(B, Hkv, kept)`` of the largest ``scores (B, Hkv, M)`` in ascending order (gather.7)."""
-    return mx.sort(mx.argpartition(-scores, kth=kept - 1, axis=-1)[..., :kept].astype(mx.int32), axis=-1)
+def gather_select(scores: mx.array, kept: int, neighbors: int = 0) -> mx.array:
+    """Return the ascending int32 indices ``(B, Hkv, kept)`` of the best keys by ``scores (B, Hkv, M)`` (gather.7)."""
+    M = scores.shape[2]
+    best = mx.pad(scores, [(0, 0), (0, 0), (neighbors, neighbors)])  # no score is negative
+    for step in _doublings(2 * neighbors + 1):
+        best = mx.maximum(best[..., :-step], best[..., step:])
+    # Neighbors of a key often have equal scores. MLX's sorts are not stable, so count the ties.
+    least = mx.sort(best, axis=-1)[..., M - kept, None]
+    above, equal = best > least, best == least
+    room = kept - above.sum(axis=-1, keepdims=True)
+    chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= room))
+    return mx.sort(mx.where(chosen, mx.arange(M), M), axis=-1)[..., :kept]
+
+
+def _doublings(width: int) -> Iterator[int]:
+    """Yield the shifts with which a running maximum of 1 element becomes one of ``width`` elements."""
+    size = 1
+    while size < width:
+        step = min(size, width - size)
+        yield step
+        size += step
 
 
 def gather_attention(
@@ -112,7 +130,7 @@ def gather_with(
         if piece.sparse:
             chunk, seen = queries[:, :, piece.start : piece.stop], _first(keys, end)
             scores, rows = gather_scores(chunk, seen, samples=layout.samples, scale=scale, sinks=sinks)
-            lists = gather_select(scores, piece.kept)
+            lists = gather_select(scores, piece.kept, layout.neighbors)
             lost = mx.isnan(scores).any(axis=(1, 2))
             own = slice(M, M + piece.sparse)
             given = (mx.concatenate([take_rows(each, lists), each[:, :, own]], axis=2) for each in (keys, values))

@@ -56,9 +56,11 @@ def gather_scores(
     return found, rows.sum(axis=(2, 3))
 
 
-def gather_select(scores: Array, kept: int) -> Array:
-    """Return the indices ``(B, Hkv, kept)`` of the largest ``scores (B, Hkv, M)`` in ascending order (gather.7)."""
-    return np.sort(np.argsort(-scores, axis=-1, kind="stable")[..., :kept], axis=-1).astype(np.int32)
+def gather_select(scores: Array, kept: int, neighbors: int = 0) -> Array:
+    """Return the ascending int32 indices ``(B, Hkv, kept)`` of the best keys by ``scores (B, Hkv, M)`` (gather.7)."""
+    padded = np.pad(scores, [(0, 0), (0, 0), (neighbors, neighbors)])
+    best = np.lib.stride_tricks.sliding_window_view(padded, 2 * neighbors + 1, axis=-1).max(axis=-1)
+    return np.sort(np.argsort(-best, axis=-1, kind="stable")[..., :kept], axis=-1).astype(np.int32)
 
 
 def gather_attention(
@@ -92,7 +94,7 @@ def gather_attention(
             chunk = q[:, :, piece.start : piece.stop]
             scores, rows = gather_scores(chunk, k[:, :, :end], samples=layout.samples, scale=scale, sinks=sinks)
             skipped = np.ones(scores.shape, bool)
-            np.put_along_axis(skipped, gather_select(scores, piece.kept), False, axis=-1)
+            np.put_along_axis(skipped, gather_select(scores, piece.kept, layout.neighbors), False, axis=-1)
             skipped[np.isnan(scores).any(axis=(1, 2))] = False  # a NaN makes the chunk of a sequence dense
             mask[:, :, piece.start : piece.exact, :M] &= ~skipped[:, :, None]
             recall -= np.where(skipped, scores, 0.0).sum(axis=-1) / rows * piece.sparse / L

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from adapters import ADAPTERS
-from cases import Array, assert_as_good_as_plain, assert_same_selection, ulp
+from cases import Array, assert_as_good_as_plain, ulp
 from mlx_arrays import to_mlx, to_numpy
 from sample_cases import SampleCase, assert_same_scores, logit_error, plain_masked_attention
 
@@ -32,13 +32,15 @@ class GatherCase(SampleCase):
     chunk: int = 64
     samples: int = 16
     exact_tail: int = 0
+    neighbors: int = 0
 
     def __str__(self) -> str:
-        return f"{super().__str__().partition('-block')[0]}-{self.share}-{self.chunk}-{self.samples}-{self.exact_tail}"
+        sizes = super().__str__().partition("-block")[0]
+        return "-".join(map(str, [sizes, *self.settings.values()]))
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("share", "chunk", "samples", "exact_tail")}
+        return {name: getattr(self, name) for name in ("share", "chunk", "samples", "exact_tail", "neighbors")}
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -53,10 +55,10 @@ CASES = [
     GatherCase(1, 2, 2, 300, 300, 64, "f32"),
     GatherCase(2, 3, 1, 257, 400, 64, "f32", share=0.5, exact_tail=100),  # dense rows in two chunks
     GatherCase(1, 9, 3, 150, 500, 64, "f16", chunk=100, samples=7),
-    GatherCase(1, 4, 4, 201, 513, 80, "f32", share=0.1, exact_tail=1),
-    GatherCase(1, 8, 2, 192, 640, 80, "bf16", chunk=1000),
+    GatherCase(1, 4, 4, 201, 513, 80, "f32", share=0.1, exact_tail=1, neighbors=3),
+    GatherCase(1, 8, 2, 192, 640, 80, "bf16", chunk=1000, neighbors=20),
     GatherCase(2, 6, 2, 200, 333, 96, "f16", samples=1, chunk=32),
-    GatherCase(1, 8, 1, 170, 390, 128, "f32", samples=500),  # every row is sampled
+    GatherCase(1, 8, 1, 170, 390, 128, "f32", samples=500, neighbors=500),  # every row is sampled
     GatherCase(1, 7, 1, 65, 500, 128, "bf16", share=0.7, chunk=17, exact_tail=30),
     GatherCase(1, 4, 1, 90, 301, 256, "f32", share=0.01, chunk=50, samples=3),
 ]
@@ -76,7 +78,7 @@ def mask_of(case: GatherCase) -> Array:
     for piece, q, k in chunks(case):
         scores, _ = reference.gather_scores(q, k, samples=case.samples, scale=case.scale)
         kept = np.zeros(scores.shape, bool)
-        np.put_along_axis(kept, reference.gather_select(scores, piece.kept), True, axis=-1)
+        np.put_along_axis(kept, reference.gather_select(scores, piece.kept, case.neighbors), True, axis=-1)
         mask[:, :, piece.start : piece.exact, : piece.earlier] = kept[:, :, None]
     return np.repeat(mask[:, :, None], case.Hq // case.Hkv, axis=2)
 
@@ -91,9 +93,10 @@ def test_array_operations_score_and_select_as_the_oracle(case: GatherCase) -> No
         ours, ours_count = ops.gather_scores(to_mlx(q, case.dtype), to_mlx(k, case.dtype), sinks=given, **options)
         np.testing.assert_array_equal(np.array(ours_count), count)
         assert_same_scores(ours, scores, logit_error(q, k, case.scale))
-        lists = ops.gather_select(ours, piece.kept)
+        lists = ops.gather_select(ours, piece.kept, case.neighbors)
         assert lists.dtype == mx.int32
-        assert_same_selection(np.array(lists), reference.gather_select(scores, piece.kept), scores)
+        wanted = reference.gather_select(np.array(ours), piece.kept, case.neighbors)  # neighbors have equal scores
+        np.testing.assert_array_equal(np.array(lists), wanted)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -45,7 +45,9 @@ configs = st.one_of(
         dense_above=st.just("auto") | shares,
         ranges=ranges,
     ),
-    st.builds(Gather, share=shares, chunk=counts, samples=counts, exact_tail=counts, dense_below=st.integers(0, 10**9)),
+    st.builds(
+        Gather, share=shares, **dict.fromkeys(("chunk", "samples", "exact_tail", "neighbors", "dense_below"), counts)
+    ),
     st.builds(MInference, vertical_tokens=counts, slash_tokens=counts, block_size=sizes),
     st.builds(
         BigBird,
