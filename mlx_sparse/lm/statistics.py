@@ -136,7 +136,7 @@ class PrefillStatistics(Sums):
             f"  density: {fmean(densities):.1%}, by layer {min(densities):.1%} to {max(densities):.1%}",
         ]
         if self.estimated:
-            lines.append(f"  estimated attention recall: {self.estimated / self.queries:.3f}")
+            lines[-1] += f"; estimated attention recall {self.estimated / self.queries:.3f}"
         if (recall := self.recall) is not None:
             lines.append(
                 f"  attention recall: mean {recall['mean']:.4f}, at least {recall['low']:.3f} for 99% of the queries "

@@ -93,7 +93,7 @@ class Gather(Prefill):
     chunk: int = 1024
     samples: int = 64
     exact_tail: int = 128
-    neighbors: int = 8
+    neighbors: int = 16
     dense_below: int = 8192
 
     def __post_init__(self) -> None:
