@@ -68,6 +68,7 @@ class Method:
         reads: description of the data that a decode method reads for each new token, or a prefill method attends to.
         plot_style: color and marker in plots. The colors are safe for color-blind readers.
         presets: dict from the name of a preset to the settings of the preset, which are a dict by setting name.
+        function_defaults: defaults of the public function that differ from the defaults of the settings.
         limits: dict from the name of each integer setting to the smallest value of the setting.
         budget_setting: name of the setting that is adjusted to reach a transfer budget; empty if none can be.
         sparse: True if the method skips keys; False for dense attention.
@@ -81,6 +82,7 @@ class Method:
     reads: ClassVar[str]
     plot_style: ClassVar[tuple[str, str]] = ("#666666", "o")
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    function_defaults: ClassVar[Mapping[str, Any]] = {}
     limits: ClassVar[Mapping[str, int]] = {}
     budget_setting: ClassVar[str] = ""
     sparse: ClassVar[bool] = True
@@ -245,9 +247,14 @@ class Dense(Method):
 
 @dataclass(frozen=True)
 class Prefill(Method):
-    """Base class of the prefill methods."""
+    """Base class of the prefill methods.
+
+    Attributes:
+        selects_keys: True if the method's functions take attention sinks and quantized keys and values.
+    """
 
     stage: ClassVar[str] = "prefill"
+    selects_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

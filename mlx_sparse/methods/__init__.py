@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ..core.base import Dense as Dense
     from .baselines.config import *
+    from .gather.config import *
     from .patterns.config import *
     from .quest.config import *
     from .saap.config import *
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "..core.base": "Dense",
     ".baselines.config": "FlexGen H2O OracleTopK Streaming",
+    ".gather.config": "Gather",
     ".patterns.config": "BigBird HashSparse HyperAttention MInference StreamingPrefill",
     ".quest.config": "Quest",
     ".saap.config": "SAAP",
