@@ -7,6 +7,27 @@
 // `selected_share` reads the shares, so that the estimated recall needs no second look at the logits.
 constant constexpr uint LOCAL = 0xFF800001;  // score 0; NaN and +inf in a score have the bits below
 constant constexpr float LOCAL_SHARES = 8388605.0f;
+constant constexpr uint ALWAYS = 0xFFFFFFFF;  // NaN in the local window
+
+// a < b if and only if ordered_bits(a) < ordered_bits(b). NaN counts as +inf.
+inline uint ordered_bits(float score) {
+  if (score == -INFINITY) {
+    return NEVER;
+  }
+  const uint bits = as_type<uint>(score == 0.0f ? 0.0f : isnan(score) ? INFINITY : score);  // -0 equals 0
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The valid keys of a row, and the keys that are always selected.
+struct Window {
+  uint padding;  // first valid key
+  uint local;    // first key of the local window
+  uint length;   // number of keys
+};
+
+inline Window make_window(int length, int padding, int local_window) {
+  return {uint(max(padding, 0)), uint(max(length - local_window, 0)), uint(length)};
+}
 
 template <int G>
 uint local_bits(float score) {

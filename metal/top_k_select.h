@@ -1,4 +1,4 @@
-// Exact selection of the k largest scores of a row without sorting, used by all decode methods.
+// Exact selection of the k largest scores of a row without sorting, in SparQ and SAAP.
 //
 // Scores are mapped to unsigned integers with the same order. The threshold for the k largest integers is found by
 // counting, two bits per round. All items above the threshold, and the first items equal to the threshold, are written
@@ -12,16 +12,6 @@
 constant constexpr uint TOP_K_ITEMS = 16;       // items per lane, held in registers
 constant constexpr uint TOP_K_PARTIAL = 3 * MAX_SIMDGROUPS;
 constant constexpr uint NEVER = 0;              // bits of an item that is never selected: invalid or -inf
-constant constexpr uint ALWAYS = 0xFFFFFFFF;    // bits of an item in the local window, above every score
-
-// a < b if and only if ordered_bits(a) < ordered_bits(b). NaN counts as +inf.
-inline uint ordered_bits(float score) {
-  if (score == -INFINITY) {
-    return NEVER;
-  }
-  const uint bits = as_type<uint>(score == 0.0f ? 0.0f : isnan(score) ? INFINITY : score);  // -0 equals 0
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
 
 // The part of a row that one threadgroup processes, and the position of the result.
 struct Tile {
@@ -47,38 +37,6 @@ inline Tile make_tile(uint3 at, uint3 grid, uint row_length, uint top_k, Place p
   tile.out = (size_t(tile.row) * grid.x + at.x) * tile.slots;
   return tile;
 }
-
-// The valid keys of a row, and the keys that are always selected.
-struct Window {
-  uint padding;  // first valid key
-  uint local;    // first key of the local window
-  uint length;   // number of keys
-
-  // Return true if the bits of key j do not depend on the score of the key; `bits` is then NEVER or ALWAYS.
-  bool decides(uint j, thread uint& bits) const {
-    bits = j < padding ? NEVER : ALWAYS;
-    return j < padding || j >= local;
-  }
-};
-
-inline Window make_window(int length, int padding, int local_window) {
-  return {uint(max(padding, 0)), uint(max(length - local_window, 0)), uint(length)};
-}
-
-// Score source for top-k selection: one float32 score per key.
-template <typename Scores>
-struct ScoredKeys {
-  Scores scores;  // scores of the row
-  Window window;
-  uint first;  // index of the key that is item 0
-
-  uint bits(uint item) const {
-    const uint j = first + item;
-    uint decided;
-    return window.decides(j, decided) ? decided : ordered_bits(scores[j]);
-  }
-  int index(uint item) const { return int(first + item); }
-};
 
 // Score source for top-k selection: the best items of each tile of a longer row.
 template <typename Bits, typename Indices>

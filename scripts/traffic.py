@@ -3,7 +3,7 @@
 
 python scripts/traffic.py [--json] [METHOD ...]
 
-METHOD is sparq, sparq4 (int4 scoring keys), quest, saap or sample. By default, all methods are counted.
+METHOD is sparq, sparq4 (int4 scoring keys), saap or sample. By default, all methods are counted.
 The harness runs on Linux and needs clang, which the `test` extra installs.
 In each launch, a cache line of 128 bytes counts once.
 """
@@ -47,10 +47,6 @@ def sparq(key_bits: int = 16) -> Any:
     return mlx_sparse.sparq_attention(q, k, v, **settings, backend="metal", return_stats=True)
 
 
-def quest() -> Any:
-    return mlx_sparse.quest_attention(*decode_inputs(), backend="metal", return_stats=True)
-
-
 def saap() -> Any:
     buckets = {
         "bucket_ids": mx.random.randint(0, BUCKETS, (1, KV_HEADS, KEYS)),
@@ -68,7 +64,6 @@ def sample() -> Any:
 METHODS: dict[str, Callable[[], Any]] = {
     "sparq": sparq,
     "sparq4": lambda: sparq(key_bits=4),
-    "quest": quest,
     "saap": saap,
     "sample": sample,
 }

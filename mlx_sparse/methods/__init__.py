@@ -1,4 +1,4 @@
-"""Implement each method in one room: sparq, saap, sample and quest, and the papers' baselines and patterns.
+"""Implement each method in one room: sparq, saap and sample, and the papers' baselines and patterns.
 
 In each room `config` has the settings, crossover length and bytes moved. `oracle`, `ops` and `metal` have the functions
 on the backends, and `state` has the auxiliary cache state.
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .baselines.config import *
     from .gather.config import *
     from .patterns.config import *
-    from .quest.config import *
     from .saap.config import *
     from .sample.config import *
     from .sparq.config import *
@@ -25,10 +24,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "..core.base": "Dense",
-    ".baselines.config": "FlexGen H2O OracleTopK Streaming",
+    ".baselines.config": "FlexGen H2O OracleTopK Quest Streaming",
     ".gather.config": "Gather",
     ".patterns.config": "BigBird HashSparse HyperAttention MInference StreamingPrefill",
-    ".quest.config": "Quest",
     ".saap.config": "SAAP",
     ".sample.config": "Sample SampleRange",
     ".sparq.config": "SparQ",

@@ -13,10 +13,9 @@ from ..core.blocks.oracle import block_lists, block_mask
 from ..core.select import oracle as select
 from ..core.select.oracle import top_k_select, valid_keys
 from ..methods.baselines import oracle as baselines
+from ..methods.baselines.oracle import quest_select
 from ..methods.patterns import oracle as prefill
 from ..methods.patterns.oracle import minference_select
-from ..methods.quest import oracle as quest
-from ..methods.quest.oracle import page_bounds, quest_select
 from ..methods.saap import oracle as saap
 from ..methods.saap.oracle import (
     Target,
@@ -51,10 +50,8 @@ __all__ = [
     "kmeans_step",
     "merge_kept",
     "minference_select",
-    "page_bounds",
     "prefill",
     "query_network",
-    "quest",
     "quest_select",
     "route_scores",
     "saap",

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mlx import nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
-METHODS, BUDGETS = "sparq,quest,streaming,h2o", "1/2,1/4,1/8"
+METHODS, BUDGETS = "sparq,streaming,h2o", "1/2,1/4,1/8"
 CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition to --context
 FIRST_LINE = "# Written by mlx-sparse advise"
 MIN_COPIED = 0.5  # smallest copying accuracy of dense attention that allows a comparison

@@ -181,7 +181,7 @@ def test_one_file_of_a_backend_defines_a_function(backend: str) -> None:
 def test_settings_of_text_forms_are_no_arguments() -> None:
     row = mx.zeros((1, 1, 1, 64))
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'dense_below'"):
-        mlx_sparse.quest_attention(row, row, row, dense_below=7)
+        mlx_sparse.sparq_attention(row, row, row, dense_below=7)
 
 
 def test_every_backend_has_an_adapter() -> None:

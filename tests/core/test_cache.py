@@ -23,13 +23,13 @@ from mlx_sparse.core import reasons
 from mlx_sparse.lm.hooks import ModelHooks, hooks_of
 from mlx_sparse.lm.hooks.h2o import H2OHooks
 from mlx_sparse.lm.hooks.saap import SAAPHooks
-from mlx_sparse.methods import METHODS, Quest
+from mlx_sparse.methods import METHODS
 from mlx_sparse.methods.sparq.state import SparQState
 
 CACHES = pytest.mark.parametrize("make", [single, padded])
 
 
-WITH_STATE = ["sparq", Quest.name, "h2o"]
+WITH_STATE = ["sparq", "h2o"]
 
 
 @pytest.mark.parametrize("method", WITH_STATE)
@@ -189,7 +189,7 @@ def replace_parts(cache: Any, other: Any) -> None:
 
 
 SPARQ = short("sparq", component_score="query_key", reallocate="true")
-EVERY_STATE = [SPARQ, f"{SPARQ},key_bits=16", short("saap", merge_every=1), short(Quest.name), short("h2o")]
+EVERY_STATE = [SPARQ, f"{SPARQ},key_bits=16", short("saap", merge_every=1), short("h2o")]
 
 
 @pytest.mark.parametrize("attn", EVERY_STATE)

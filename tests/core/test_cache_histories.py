@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache_histories import QUEST, SAAP, SPARQ, Summary, WrittenHistory, nothing
+from cache_histories import SAAP, SPARQ, Summary, WrittenHistory, nothing
 
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache
 from mlx_sparse.methods.saap.state import BucketIndex
@@ -39,7 +39,7 @@ def test_random_histories_equal_the_oracle(attn: str | None, histories: int, tmp
     assert found.operations["trim"] > 0
 
 
-@pytest.mark.parametrize("attn", [SPARQ, f"{SPARQ},key_bits=16", SAAP, QUEST, "h2o:top_k=8"])
+@pytest.mark.parametrize("attn", [SPARQ, f"{SPARQ},key_bits=16", SAAP, "h2o:top_k=8"])
 def test_histories_of_programs_that_write_cache_attributes_equal_the_oracle(attn: str, tmp_path: Path):
     found = Summary()
     for seed in range(4, 8):

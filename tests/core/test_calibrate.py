@@ -24,7 +24,7 @@ from mlx_sparse.calibrate.timing import Layer
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core.base import Method, Step
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import SAAP, Quest, Sample, SparQ, parse, read_toml
+from mlx_sparse.methods import SAAP, Sample, SparQ, parse, read_toml
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calibration_folder")]  # timings
 
@@ -98,7 +98,7 @@ def test_measurement_of_one_layer_does_not_apply_to_another(other: Layer) -> Non
     assert Calibration().threshold(SparQ(component_score="query"), OPS).how == MODELED
 
 
-@pytest.mark.parametrize("config", [SparQ(), Quest(), Sample(block_size=32)], ids=str)
+@pytest.mark.parametrize("config", [SparQ(), Sample(block_size=32)], ids=str)
 def test_first_long_context_is_measured_once_and_saved(config: Method) -> None:
     messages: list[str] = []
     layer = PROMPT if isinstance(config, Sample) else OPS

@@ -26,7 +26,6 @@ from mlx_sparse.methods import (
     METHODS,
     FlexGen,
     OracleTopK,
-    Quest,
     SparQ,
     Streaming,
     load_toml,
@@ -320,12 +319,6 @@ def test_sparq_is_dense_until_a_step_saves_enough_bytes(key_bits: int, sizes: tu
 
 def test_sizes_do_not_change_the_crossover_of_array_operations() -> None:
     assert SparQ().shortest_context(Step(8, 4, 128, 2)) == SparQ().shortest_context(Step(8, 4, 128, 2, "ops")) == 2048
-
-
-def test_quest_on_native_kernels_is_dense_until_it_is_measured() -> None:
-    step = Step(8, 4, 128, 2, "cpu")
-    assert Quest().shortest_context(step) == NEVER
-    assert Quest().shortest_context(dataclasses.replace(step, measured=9000)) == 9000
 
 
 def test_no_context_is_sparse_if_scores_cost_more_than_keys() -> None:

@@ -11,7 +11,7 @@ import sys
 import mlx.core as mx
 import numpy as np
 
-from mlx_sparse.core.select.metal import top_k_select
+from mlx_sparse.core.select.metal import merge
 from mlx_sparse.tools.environment import machine
 
 
@@ -21,9 +21,10 @@ def main() -> int:
         print("metal_device.py: error: expected a Metal device, got none.", file=sys.stderr)
         return 1
     print(json.dumps(machine() | {"device_info": mx.device_info()}, indent=1, default=str))
-    scores = np.random.default_rng(0).permutation(9000).astype(np.float32)[None, None]
-    chosen = np.array(top_k_select(mx.array(scores), top_k=100, local_window=0, left_padding=None))
-    if not np.array_equal(chosen[0, 0], np.sort(np.argsort(-scores[0, 0])[:100])):
+    order = np.random.default_rng(0).permutation(9000)
+    bits, indices = (mx.array(row, dtype)[None, None] for row, dtype in ((order, mx.uint32), (range(9000), mx.int32)))
+    chosen = np.array(merge(bits, indices, 100)[1])
+    if not np.array_equal(chosen[0, 0], np.sort(np.argsort(-order)[:100])):
         print(f"metal_device.py: error: expected the 100 best of 9,000 keys, got {chosen}.", file=sys.stderr)
         return 1
     print("A kernel ran with the correct result.")

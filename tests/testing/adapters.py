@@ -135,17 +135,6 @@ class Arrays(ABC):
     def sparq_select(self, q: Any, k: Any, coded: Any, selection: Params, reallocate: bool) -> Any:
         """Select the keys for `sparq` with the int4 scoring keys ``coded``, or with ``k`` if ``coded`` is None."""
 
-    def quest(self, case: Case, params: Params) -> Result:
-        q, k, v = self.arrays(case)
-        padding = self.padding(case)
-        bounds = self.load("page_bounds")(k, padding, page_size=params["page_size"])
-        names = zip(("page_min", "page_max"), map(self.cached, bounds), strict=True)
-        how = {**params, "left_padding": padding, **dict(names), **self.length(case.S)}
-        given = (q, self.cached(k))
-        out, lse = self.load("quest")(*given, self.cached(v), scale=case.D**-0.5, **how)
-        selects = self.name in registry.backends_of("quest_select")
-        return self.result(self.load("quest_select")(*given, **how) if selects else None, out, lse, case)
-
     # Prompts
 
     def sample(self, case: SampleCase) -> Result:

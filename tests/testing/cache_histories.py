@@ -23,12 +23,10 @@ from attention_recorder import AttentionRecorder, Sequence
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
 from random_models import Draw
 from saap_artefacts import write_artefact
-from short_methods import short
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import Quest
 from mlx_sparse.model_info import new_caches
 
 MAX_TOKENS, MAX_CACHES = 640, 4  # maximum tokens per sequence, maximum caches per history
@@ -37,7 +35,6 @@ MAX_HISTORIES = 40  # until a planted bug is found
 
 SPARQ = "sparq:rank=4,top_k=8,component_score=query_key,reallocate=true,dense_below=0"
 SAAP = "saap:mode=online,buckets=8,probes=2,recent_tokens=8,merge_every=7,dense_layers=0,dense_below=0"
-QUEST = short(Quest.name, top_k=8)
 
 
 def nothing(*_: Any, **__: Any) -> None:

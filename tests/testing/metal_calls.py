@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from adapters import ADAPTERS
-from cases import CASES, CODED, PRECISION, QUEST, SPARQ, Case, every_parameter
+from cases import CASES, CODED, PRECISION, SPARQ, Case, every_parameter
 from mlx_arrays import to_mlx
 from quantized_cases import PackedCase, PackedMlx, packed_cases
 from saap_cases import SAAP_CASES, SaapCase, visited
@@ -70,9 +70,6 @@ def _decode() -> Iterator[Call]:
             params = {**every_parameter(case, "paper"), **chosen}
             params["rank"] = params["rank"] or case.D
             yield Call(f"sparq {setting} {case}", lambda c=case, p=params: METAL.sparq(c, p))
-        for setting, params in QUEST.items():
-            if case.S > params["top_k"]:
-                yield Call(f"quest {setting} {case}", lambda c=case, p=params: METAL.quest(c, p))
 
 
 def _long() -> Iterator[Call]:

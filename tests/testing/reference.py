@@ -15,7 +15,7 @@ from cases import Array
 
 from mlx_sparse.core.blocks.layout import Layout
 from mlx_sparse.methods.sparq.config import Selection
-from mlx_sparse.oracle import SparQSelection, attend, baselines, prefill, quest, saap, sample, sparq
+from mlx_sparse.oracle import SparQSelection, attend, baselines, prefill, saap, sample, sparq
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -34,7 +34,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "hash_sparse": {"buckets": 16},
 }
 PROMPTS = ("sample", "minference", "bigbird", "streaming_prefill", "hyperattention", "hash_sparse")
-MODULES = (attend, baselines, prefill, quest, saap, sample, sparq)
+MODULES = (attend, baselines, prefill, saap, sample, sparq)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

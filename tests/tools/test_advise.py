@@ -25,7 +25,7 @@ from mlx_sparse import cli
 from mlx_sparse.core.base import Method
 from mlx_sparse.lm import loading
 from mlx_sparse.lm.model import disable, enable, plan_of
-from mlx_sparse.methods import Quest, SparQ, Streaming, read_toml
+from mlx_sparse.methods import SparQ, Streaming, read_toml
 from mlx_sparse.tools import advise
 from mlx_sparse.tools.advise import COPY, TEXT, Attempt, Page, Quality
 from mlx_sparse.tools.decode_traffic import LayerCache, Served, Traffic, layer_caches, traffic_of, weights_read
@@ -209,7 +209,6 @@ def test_cheapest_passing_method_is_recommended() -> None:
     [
         SparQ(rank=8, top_k=256, component_score="query_key", reallocate=True, local_window=16),
         SparQ(reallocate=False, dense_below=4096),
-        Quest(page_size=32),
         Streaming(recent_tokens=495),
         SparQ(),
     ],

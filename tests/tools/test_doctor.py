@@ -18,7 +18,7 @@ from tiny_models import write
 from mlx_sparse import calibrate, cli, native
 from mlx_sparse.calibrate.files import measurement_key, write_measurement
 from mlx_sparse.core import registry
-from mlx_sparse.methods import METHODS, Quest
+from mlx_sparse.methods import METHODS
 from mlx_sparse.tools import doctor, measure
 
 DATA = read_tables(__file__)
@@ -114,7 +114,6 @@ def test_doctor_names_the_other_conditions_of_a_stored_measurement(
     assert lines("sparq:rank=8") == [modeled, "sparq was measured with the same layer shape but other settings"]
     monkeypatch.setattr(calibrate.files, "in_use", lambda: "a third")
     assert lines(attn) == [modeled, "sparq was measured with the same layer shape but other BLAS"]
-    assert lines(Quest.name) == ["sparse at 4,096 keys and longer (modeled)"]
 
 
 def test_doctor_reports_why_a_model_is_unsupported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

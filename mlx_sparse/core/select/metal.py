@@ -1,4 +1,4 @@
-"""Select the exact top-k keys on the GPU without sorting, for all decode methods (metal/top_k_select.h)."""
+"""Select the exact top-k keys on the GPU without sorting, for SparQ (metal/top_k_select.h)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from types import MappingProxyType
 
 import mlx.core as mx
 
-from ..launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, Outputs, integer, padding_or_zeros
+from ..launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, Outputs, integer
 
 ITEMS = 16  # items per thread, in registers: TOP_K_ITEMS
 FEW_THREADS, MANY_THREADS = 256, 512  # threads per tile; with more threads, some GPUs have too few registers
 
-SCORES = Kernel(
-    "top_k_scores",
-    "top_k_select.h",
-    ("scores", "left_padding", "length", "local_window", "top_k"),
-    ("bits", "indices"),
-)
 CANDIDATES = Kernel(
     "top_k_candidates", "top_k_select.h", ("candidate_bits", "candidate_indices", "top_k"), ("bits", "indices")
 )
@@ -84,16 +78,3 @@ def merge(bits: mx.array, indices: mx.array, top_k: int) -> tuple[mx.array, mx.a
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _merging(B: int, Hkv: int, left: int, top_k: int) -> Launch:
     return top_k_launch(CANDIDATES, B, Hkv, left, top_k, [integer(top_k)])
-
-
-def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
-    """Select ``top_k`` keys (sparq.6). See `core.attend.ops.top_k_select`. Ties go to the lower index."""
-    B, Hkv, S = scores.shape
-    bits, indices = top_k_scores_launch(B, Hkv, S, local_window, top_k)(scores, padding_or_zeros(left_padding, B))
-    return merge(bits, indices, min(top_k, S))[1]
-
-
-@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
-def top_k_scores_launch(B: int, Hkv: int, S: int, local_window: int, top_k: int) -> Launch:
-    """Build a `top_k_launch` that takes float32 scores ``(B, Hkv, S)`` and int32 left padding ``(B,)``."""
-    return top_k_launch(SCORES, B, Hkv, S, top_k, [integer(S), integer(local_window), integer(top_k)])

@@ -1,4 +1,4 @@
-"""Define the settings of the decode baselines in the papers on SparQ and SAAP."""
+"""Define the settings of the decode baselines."""
 
 from __future__ import annotations
 
@@ -125,4 +125,42 @@ class OracleTopK(Method):
         return streaming_elements(S, D, top_k=self.attended)
 
 
-BASELINES = (Streaming, H2O, FlexGen, OracleTopK)
+@dataclass(frozen=True)
+class Quest(Method):
+    """Attend to the pages of keys with the largest upper bounds on their scores (docs/spec/quest.md).
+
+    This baseline saves no time, because each decode step computes the bounds from all keys.
+
+    Attributes:
+        page_size: number of consecutive keys per page, at least 1.
+        top_k: number of attended keys per KV head, rounded up to whole pages. The current page is included. The
+            default is the budget at which Quest matches dense attention on LongBench in the paper.
+    """
+
+    name: ClassVar[str] = "quest"
+    source: ClassVar[str] = "Quest, arXiv 2406.10774"
+    reads: ClassVar[str] = (
+        "the smallest and largest components of each page of 16 keys, then the `top_k` keys and values of the pages "
+        "with the largest bounds ([Quest](docs/spec/quest.md)). For comparison: each step computes the bounds again"
+    )
+    plot_style: ClassVar[tuple[str, str]] = ("#F0E442", "P")
+    budget_setting: ClassVar[str] = "top_k"
+    limits: ClassVar[Mapping[str, int]] = {"page_size": 1, "top_k": 1}
+
+    page_size: int = 16
+    top_k: int = 1024
+
+    @property
+    def attended(self) -> int:
+        return -(-self.top_k // self.page_size) * self.page_size
+
+    @property
+    def unit(self) -> int:
+        return self.page_size
+
+    def elements(self, S: int, D: int, buckets: int = 0) -> int:
+        """Return ``2 P D + 2 k D + 2 D`` (quest.6), for stored bounds of P pages and k = ``attended`` keys."""
+        return 2 * -(-S // self.page_size) * D + streaming_elements(S, D, top_k=self.attended)
+
+
+BASELINES = (Streaming, H2O, Quest, FlexGen, OracleTopK)

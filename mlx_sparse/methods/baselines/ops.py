@@ -1,4 +1,4 @@
-"""Run the decode baselines (docs/spec/sparq.md, "Baselines")."""
+"""Run the decode baselines (docs/spec/sparq.md, "Baselines", and docs/spec/quest.md)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from ...core.attend.ops import (
 )
 from ...core.blocks.ops import batch_size, causal_scores, wait_for
 from ...core.packed_rows import Rows
+
+# Second largest float32. Scores of earlier pages are clipped to it, because `top_k_select` clips +inf to the largest.
+SECOND_LARGEST = 3.4028232635611926e38
 
 
 def streaming_indices(
@@ -150,3 +153,52 @@ def exact_weights(
     logits = exact_logits(group_queries(queries, keys.shape[1]) * scale, keys)
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
     return softmax_lse(logits, valid)
+
+
+def page_bounds(keys: Rows, left_padding: mx.array | None, *, page_size: int) -> tuple[mx.array, mx.array]:
+    """Return the component-wise minimum and maximum of the keys in each page (quest.1), both ``(B, Hkv, P, D)``.
+
+    The first page of a sequence begins at its first valid key. Empty pages have the bounds +inf and -inf.
+    """
+    keys = keys[:]
+    B, Hkv, S, D = keys.shape
+    bounds = []
+    for nothing, reduce in ((mx.inf, mx.min), (-mx.inf, mx.max)):
+        rows = keys
+        if left_padding is not None:
+            moved = (mx.arange(S) + left_padding[:, None])[:, None, :, None]
+            rows = mx.take_along_axis(keys, mx.minimum(moved, S - 1), axis=2)
+            rows = mx.where(moved < S, rows, mx.array(nothing, keys.dtype))
+        if S % page_size:
+            rows = mx.pad(rows, [(0, 0), (0, 0), (0, -S % page_size), (0, 0)], constant_values=nothing)
+        bounds.append(reduce(rows.reshape(B, Hkv, -1, page_size, D), axis=3))
+    return bounds[0], bounds[1]
+
+
+def quest_select(
+    queries: mx.array, keys: Rows, *, page_size: int, top_k: int, left_padding: mx.array | None
+) -> mx.array:
+    """Select ``K = ceil(top_k / page_size)`` pages, and return int32 key indices ``(B, Hkv, K * page_size)`` (quest.5).
+
+    Empty slots contain -1. There must be more than K pages.
+    """
+    B, Hkv, S, _ = keys.shape
+    bounds = page_bounds(keys, left_padding, page_size=page_size)
+    low, high = (bound.swapaxes(-1, -2).astype(mx.float32) for bound in bounds)
+    q = group_queries(queries, Hkv)
+    upper = mx.maximum(q, 0) @ high + mx.minimum(q, 0) @ low  # (quest.2)
+    scores = mx.where(mx.isnan(upper), mx.inf, upper).max(axis=2)  # (quest.3)
+    first = mx.zeros((B, 1, 1), mx.int32) if left_padding is None else left_padding[:, None, None]
+    current, page = (S - 1 - first) // page_size, mx.arange(scores.shape[2])
+    # Only the current page of each sequence has +inf, so it is always selected (quest.4).
+    scores = mx.where(page < current, mx.minimum(scores, SECOND_LARGEST), mx.where(page == current, mx.inf, -mx.inf))
+    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=0, left_padding=None)[..., None]
+    listed = pages * page_size + mx.arange(page_size) + first[..., None]
+    return mx.where((pages >= 0) & (listed < S), listed, -1).astype(mx.int32).reshape(B, Hkv, -1)
+
+
+def quest_attention(
+    queries: mx.array, keys: Rows, values: Rows, *, scale: float, **selection: Any
+) -> tuple[mx.array, mx.array]:
+    """Attend to the keys of `quest_select`, which has the other arguments."""
+    return attend_indices(queries, keys, values, quest_select(queries, keys, **selection), scale=scale)

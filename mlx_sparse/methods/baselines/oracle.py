@@ -1,4 +1,4 @@
-"""Run the decode baselines of the SparQ paper (docs/spec/sparq.md, "Baselines")."""
+"""Run the decode baselines of the SparQ paper and Quest (docs/spec/sparq.md, "Baselines", and docs/spec/quest.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.attend.oracle import attend_indices, float64, logits, softmax_lse, weighted_values
-from ...core.select.oracle import top_k_select, valid_keys
+from ...core.select.oracle import ranked, top_k_select, valid_keys
 
 Array = np.ndarray
 
@@ -122,6 +122,63 @@ def h2o_attention(
     exact = _exact(float64(queries), float64(keys), scale, left_padding)[0]
     weights, _ = softmax_lse(exact, np.broadcast_to(kept[:, :, None, :], exact.shape))
     return out, lse, np.where(kept, received + weights.mean(axis=2), -np.inf)
+
+
+def quest_select(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    page_size: int = 16,
+    top_k: int = 1024,
+    left_padding: npt.ArrayLike | None = None,
+) -> tuple[Array, Array]:
+    """Select the pages of one decode step for ``queries (B, Hq, 1, D)`` and ``keys (B, Hkv, S, D)``.
+
+    Returns:
+        int32 indices ``(B, Hkv, K * page_size)`` of the keys in K selected pages (quest.5), and page scores
+        ``(B, Hkv, P)`` (quest.3). Empty slots contain -1. The score of the current page is +inf, and the scores of
+        later pages are -inf.
+    """
+    q, k = float64(queries), float64(keys)
+    B, Hkv, S, D = k.shape
+    first = np.zeros(B, int) if left_padding is None else np.asarray(left_padding).astype(int)
+    # (quest.1)
+    shape = (B, Hkv, -(-S // page_size), D)
+    low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
+    for b in range(B):
+        for page, start in enumerate(range(first[b], S, page_size)):
+            own = k[b, :, start : start + page_size]
+            low[b, :, page], high[b, :, page] = own.min(axis=1), own.max(axis=1)
+    grouped = q.reshape(B, Hkv, -1, D)
+    # (quest.2) with 0 * inf = NaN, then (quest.3)
+    with np.errstate(invalid="ignore"):
+        bounds = np.einsum("bhgd,bhpd->bhgp", np.maximum(grouped, 0.0), high)
+        bounds = bounds + np.einsum("bhgd,bhpd->bhgp", np.minimum(grouped, 0.0), low)
+    bounds = np.minimum(ranked(bounds), np.finfo(np.float64).max).max(axis=2)  # only the current page has +inf
+    current = ((S - 1 - first) // page_size)[:, None, None]
+    page = np.arange(bounds.shape[2])
+    scores: Array = np.where(page < current, bounds, np.where(page == current, np.inf, -np.inf))
+    # (quest.4)
+    pages = top_k_select(scores, top_k=-(-top_k // page_size), local_window=0)
+    # (quest.5)
+    slots = (pages[..., None] * page_size + np.arange(page_size)).reshape(B, Hkv, -1) + first[:, None, None]
+    there = np.repeat(pages >= 0, page_size, axis=-1) & (slots < S)
+    return np.where(there, slots, -1).astype(np.int32), scores
+
+
+def quest_attention(
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    *,
+    page_size: int,
+    top_k: int,
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+) -> tuple[Array, Array]:
+    """Run one decode step of Quest."""
+    indices, _ = quest_select(queries, keys, page_size=page_size, top_k=top_k, left_padding=left_padding)
+    return attend_indices(queries, keys, values, indices, scale=scale)
 
 
 def listed(indices: Array, S: int) -> Array:

@@ -42,7 +42,7 @@ THREADS = 256
 
 CODE_TILE = 1024  # int4 keys per threadgroup: SCORE_TILE
 
-# Constants for the bits of selected keys, as in metal/group_scores.h and metal/top_k_select.h.
+# Constants for the bits of selected keys, as in metal/group_scores.h.
 LOCAL, LOCAL_SHARES, ALWAYS = 0xFF800001, 8388605.0, 0xFFFFFFFF
 
 SCORES = Kernel(

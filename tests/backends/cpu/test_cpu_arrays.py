@@ -78,10 +78,13 @@ def test_a_value_mean_of_another_type_is_converted() -> None:
 
 
 def test_auto_runs_native_kernels_unless_they_do_not_support_the_arrays() -> None:
-    for function in ("dense", "sparq", "saap", "sample", "quest", "streaming", "attend_indices", "attend_blocks"):
+    for function in ("dense", "sparq", "saap", "sample", "streaming", "attend_indices", "attend_blocks"):
         assert registry.resolve("auto", function, D=80, G=3) == "cpu"
         assert registry.resolve("auto", function, D=64, G=1, bits=4) == "ops"
-    assert registry.resolve("auto", "h2o", D=64, G=1) == "ops"
+    for method in ("h2o", "quest"):
+        assert registry.resolve("auto", method, D=64, G=1) == "ops"
+        with pytest.raises(BackendUnavailable, match=rf"expected auto or ops, got cpu \(it does not support {method}"):
+            registry.require("cpu", method)
     q, k, v = (array.astype(mx.float64) for array in arrays())
     assert mx.array_equal(*(mlx_sparse.dense_attention(q, k, v, backend=name) for name in ("auto", "ops")))
     with pytest.raises(

@@ -42,8 +42,8 @@ def packed() -> Any:
 
 
 def top_k() -> Any:
-    scores = mx.array(np.random.default_rng(1).normal(size=(1, 2, 9000)).astype(np.float32))
-    return [select.top_k_select(scores, top_k=64, local_window=8, left_padding=None)]
+    bits = mx.array(np.random.default_rng(1).permutation(18_000).reshape(1, 2, 9000), mx.uint32)
+    return select.merge(bits, mx.broadcast_to(mx.arange(9000), bits.shape).astype(mx.int32), 64)
 
 
 def sample() -> Any:
@@ -77,13 +77,11 @@ RUNS: dict[str, Callable[[], Any]] = {
     "attend_indices": decode,
     "attend_reallocate": lambda: decode(reallocate=True),
     "attend_rows": verify,
-    "top_k_scores": top_k,
     "top_k_candidates": top_k,
     "sample_scores": sample,
     "sample_sums": sample,
     "attend_blocks": sample,
     "saap_route": route,
-    "quest_scores": lambda: METAL.quest(Case(1, 8, 2, 700, 64, "f32"), {"page_size": 5, "top_k": 50}),
     "saap_indices": lists,
 }
 

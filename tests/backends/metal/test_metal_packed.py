@@ -18,7 +18,7 @@ import mlx_sparse
 from mlx_sparse.cache.kv_cache import adopt
 from mlx_sparse.core import registry
 from mlx_sparse.core.packed_rows import PackedRows
-from mlx_sparse.methods import Quest, parse
+from mlx_sparse.methods import parse
 from mlx_sparse.methods.sparq import metal as sparq
 
 KEY_AND_VALUE = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 32))
@@ -37,12 +37,12 @@ def test_the_smallest_quantized_rows_are_dequantized_in_their_type(metal: Metal)
 # Scores from the quantized rows, and from a copy with the given number of bits.
 # the cache and the model
 
-SPECS = ["sparq:reallocate=true", "sparq:score=copy,rank=16,reallocate=true", Quest.name]  # scores in float32
+SPECS = ["sparq:reallocate=true", "sparq:score=copy,rank=16,reallocate=true"]  # scores in float32
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_quantized_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, launched: list[Launched]) -> None:
-    (config,) = parse(f"{spec}{',' if ':' in spec else ':'}top_k=32,dense_below=0")
+    (config,) = parse(f"{spec},top_k=32,dense_below=0")
     config = config.for_model(qk_norm=False)
     cache: Any = QuantizedKVCache(group_size=64, bits=4)
     adopt([cache])
@@ -57,7 +57,7 @@ def test_a_quantized_cache_decodes_on_metal_as_on_ops(metal: Metal, spec: str, l
         np.testing.assert_allclose(np.array(lse), np.array(ops_lse), rtol=0, atol=1e-4)
         # MLX copies a slice on every call.
         packed = [given.inputs for given in launched if "keys_scales" in given.inputs]
-        assert len(packed) == (2 if spec.startswith("sparq") else 1)
+        assert len(packed) == 2
         assert all(inputs["keys"] is cache.keys[0] for inputs in packed)
         assert packed[-1]["values_scales"] is cache.values[1]
         launched.clear()

@@ -1,8 +1,9 @@
-"""Compare every backend of Quest with the float64 oracle over all cases."""
+"""Compare Quest in array operations with the float64 oracle over all cases."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import mlx.core as mx
@@ -10,16 +11,17 @@ import numpy as np
 import pytest
 import reference
 from adapters import ADAPTERS, Result
-from cases import CASES, QUEST, Array, Case, assert_as_good_as_plain, covering
+from cases import CASES, Array, Case, assert_as_good_as_plain, covering
 from expected import Expected, assert_conforms, attended
-from msl import Metal
 
 import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.core import registry
-from mlx_sparse.methods.quest.config import Quest
+from mlx_sparse.methods import Quest, parse
+from mlx_sparse.tools.evaluate.variants import fit_budget, transfers
 
-BACKENDS = [name for name in ADAPTERS if name in registry.backends_of("quest")]
+OPS = ADAPTERS["ops"]
+SETTINGS = {"pages": {"page_size": 16, "top_k": 64}, "ragged": {"page_size": 5, "top_k": 13}}
 
 
 def of_keys(scores: Array, case: Case, page_size: int) -> Array:
@@ -55,47 +57,40 @@ class Negative(Case):
 
 def wanted(case: Case, setting: str) -> Expected:
     q, k, _ = case.inputs()
-    indices, scores = oracle.quest_select(q, k, left_padding=case.padding, **QUEST[setting])
-    scores = of_keys(scores, case, QUEST[setting]["page_size"])
+    indices, scores = oracle.quest_select(q, k, left_padding=case.padding, **SETTINGS[setting])
+    scores = of_keys(scores, case, SETTINGS[setting]["page_size"])
     real = np.abs(scores) < 1e300
     finite = np.where(real, scores, 2 * np.abs(scores[real]).max(initial=1))
     return attended(case, indices, case.D**-0.5, finite)
 
 
-def run(backend: Any, case: Case, setting: str) -> Result:
-    return backend.quest(case, QUEST[setting])
+def run(case: Case, setting: str) -> Result:
+    q, k, v = OPS.arrays(case)
+    how = {**SETTINGS[setting], "left_padding": OPS.padding(case)}
+    out, lse = registry.load("quest", "ops")(q, k, v, scale=case.D**-0.5, **how)
+    return OPS.result(registry.load("quest_select", "ops")(q, k, **how), out, lse, case)
 
 
-STEPS = [
-    pytest.param(name, setting, case, id=f"{setting}-{case}-{name}")
-    for name in BACKENDS
-    for case, setting in covering([case for case in CASES if case.S > 64], list(QUEST))
-]
+@pytest.mark.parametrize(
+    ("case", "setting"), covering([case for case in CASES if case.S > 64], list(SETTINGS)), ids=str
+)
+def test_pages_are_selected_and_attended_as_by_the_oracle(case: Case, setting: str) -> None:
+    assert_conforms(run(case, setting), wanted(case, setting), case)
 
 
-@pytest.mark.parametrize(("backend", "setting", "case"), STEPS, indirect=["backend"])
-def test_a_backend_selects_and_attends_as_the_oracle(backend: Any, setting: str, case: Case) -> None:
-    assert_conforms(run(backend, case, setting), wanted(case, setting), case)
-
-
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-def test_pages_are_ranked_where_every_bound_is_negative(backend: Any) -> None:
+def test_pages_are_ranked_where_every_bound_is_negative() -> None:
     case = Negative(1, 6, 2, 300, 64, "f32")
-    assert_conforms(run(backend, case, "ragged"), wanted(case, "ragged"), case)
+    assert_conforms(run(case, "ragged"), wanted(case, "ragged"), case)
 
 
 NUMBERS = [((40, 41), np.nan), ((40, 41), np.inf), ((40, 41), -np.inf), ((20, 90), np.nan), ((0, 0), 1e3)]
 
 
 @pytest.mark.parametrize(("rows", "number"), NUMBERS)
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-def test_pages_with_non_finite_keys_come_first_and_padding_does_not_count(
-    backend: Any, rows: tuple[int, int], number: float
-) -> None:
+def test_pages_with_non_finite_keys_come_first_and_padding_does_not_count(rows: tuple[int, int], number: float) -> None:
     case = Spoiled(3, 4, 2, 130, 64, "f32", (0, 7, 130), rows, number)
-    expected, found = wanted(case, "pages"), run(backend, case, "pages")
-    if found.choice is not None:
-        np.testing.assert_array_equal(found.choice, expected.choice)
+    expected, found = wanted(case, "pages"), run(case, "pages")
+    np.testing.assert_array_equal(found.choice, expected.choice)
     nan = np.isnan(expected.out)
     np.testing.assert_array_equal(np.isnan(found.out), nan)
     assert_as_good_as_plain(*(np.where(nan, 0, out) for out in (found.out, expected.out, expected.plain)), case.dtype)
@@ -113,35 +108,24 @@ def test_no_key_scores_more_than_its_page_and_the_current_page_is_attended(case:
     assert (indices == case.S - 1).any(axis=-1).all()
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if hasattr(ADAPTERS[name], "public")], indirect=True)
-def test_public_functions_equal_the_oracle_and_are_dense_with_all_pages(backend: Any) -> None:
+def test_the_public_function_equals_the_oracle_and_is_dense_with_all_pages() -> None:
     case = Case(2, 6, 2, 70, 64, "f32", (0, 30))
-    given = {"left_padding": case.padding}
-    every, dense = (backend.public(f"{name}_attention", case, **given) for name in ("quest", "dense"))
-    assert (backend.numpy(every) == backend.numpy(dense)).all()
+    given: dict[str, Any] = {"left_padding": case.padding}
+    assert mx.array_equal(*(OPS.public(f"{name}_attention", case, **given) for name in ("quest", "dense")))
     given |= {"top_k": 20, "return_stats": "recall"}
     expected, figures = oracle.quest_attention(*case.inputs(), **given)
-    out, stats = backend.public("quest_attention", case, **given)
-    np.testing.assert_allclose(backend.numpy(out), expected, rtol=0, atol=1e-5)
+    out, stats = OPS.public("quest_attention", case, **given)
+    np.testing.assert_allclose(np.array(out), expected, rtol=0, atol=1e-5)
     assert (stats.elements, stats.density) == (figures.elements, figures.density) == (4864, 32 / 70)
-    np.testing.assert_allclose(backend.numpy(stats.recall), figures.recall, rtol=1e-4)
+    np.testing.assert_allclose(np.array(stats.recall), figures.recall, rtol=1e-4)
 
 
-@pytest.mark.skipif(mx.metal.is_available(), reason="only the harness counts bytes")
-@pytest.mark.parametrize("G", [1, 8])
-def test_metal_reads_the_bounds_once_for_the_group(metal: Metal, G: int) -> None:
-    S, D, Hkv, pages = 8192, 128, 2, 512
-    q, k, v = (mx.random.normal(shape).astype(mx.float16) for shape in [(1, Hkv * G, 1, D), *[(1, Hkv, S, D)] * 2])
-    low, high = registry.load("page_bounds", "metal")(k, None, page_size=16)
-    how = {"page_size": 16, "top_k": 256, "left_padding": None, "page_min": low, "page_max": high}
-    registry.load("quest", "metal")(q, k, v, scale=0.1, **how)
-    report = metal.last("quest_scores")
-    for level in ("lane", "threadgroup", "dispatch"):
-        read = [getattr(report.reads[name], level) for name in ("page_min", "page_max")]
-        assert read == [Hkv * (pages - 1) * D * 2] * 2
-    assert (report.reads["queries"].dispatch, report.writes["scores"].dispatch) == (Hkv * G * D * 2, Hkv * pages * 4)
-    moved = sum(t.dispatch for each in metal.launches for n, t in each.reads.items() if n in (*how, "keys", "values"))
-    assert 0.98 <= moved / (Hkv * 2 * Quest(top_k=256).elements(S, D)) <= 1
+def test_settings_and_budgets() -> None:
+    assert Quest(top_k=20, page_size=8).attended == 24
+    assert str(parse("quest:top_k=64")[0]) == "quest:top_k=64"
+    assert transfers(parse(fit_budget("quest", Fraction(1, 4), 8192, 128) or "")[0], 8192, 128) <= 1 / 4
+    with pytest.raises(mlx_sparse.ConfigError, match="page_size: expected an integer of at least 1, got 0"):
+        parse("quest:page_size=0")
 
 
 def test_left_padding_does_not_change_the_output() -> None:
