@@ -50,6 +50,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {shortened(message)}\n")
 
+    def add_model(self, about: str) -> None:
+        """Add the model as a positional argument and as ``--model``. All commands accept both forms."""
+        self.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="as --model")
+        self.add_argument("--model", metavar="MODEL", help=about)
+
 
 class SparseAttentionError(Exception):
     """Base class of this package's errors. The error message is shortened with `shortened`."""

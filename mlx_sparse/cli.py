@@ -87,9 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor", help="print the installed packages, the backends that can run here, and why other backends cannot"
     )
-    doctor.add_argument(
-        "--model", metavar="MODEL", help="also print what --attn would do with a model, without running it"
-    )
+    doctor.add_model("also print what --attn would do with a model, without running it")
     doctor.add_argument(
         "--attn",
         metavar="METHOD",

@@ -75,16 +75,16 @@ def draw_bytes() -> Path:
 
 def draw_speed() -> Path:
     """Draw the prompt and generation speeds of whole commands by context length, from the rows of `bench generate`."""
-    rows = [row for row in map(json.loads, ROWS.read_text().splitlines()) if "generation" in row]
+    rows = [row for row in map(json.loads, ROWS.read_text().splitlines()) if row["task"] == "generate"]
     figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
     for axes, speed in zip(panels, ("prompt", "generation"), strict=True):
         for method, color in METHODS.items():
-            own = [row for row in rows if row["method"] == method]
+            own = [row for row in rows if row["method"] == f"{method} mlx" and row["metric"] == speed]
             label = "plain mlx-lm" if method == "dense" else f"--attn {method}"
-            axes.plot([row["S"] for row in own], [row[speed] for row in own], "o-", color=color, label=label)
+            axes.plot([row["context"] for row in own], [row["mean"] for row in own], "o-", color=color, label=label)
         axes.set_ylim(bottom=0)
         _by_context(
-            axes, sorted({row["S"] for row in rows}), f"{speed} tokens/s", "SmolLM2-135M, float32, two CPU cores"
+            axes, sorted({row["context"] for row in rows}), f"{speed} tokens/s", "SmolLM2-135M, float32, two CPU cores"
         )
     return _save(figure, "speed.svg")
 

@@ -68,6 +68,7 @@ class Report(Counts):
 
     Attributes:
         attn: methods and their options in the format of ``--attn``. Each "auto" is replaced by its value.
+        requested: the methods as the user wrote them; empty if unknown.
         backend: names of the backends that run the methods, joined by "and".
         model_type: model family, such as "llama".
         model: name or path of the model; empty if unknown.
@@ -97,6 +98,7 @@ class Report(Counts):
     attn: str
     backend: str
     model_type: str
+    requested: str = ""
     model: str = ""
     layers: int = 0
     served_layers: int = 0
@@ -174,7 +176,7 @@ class Report(Counts):
         """Return the first lines of the report, which list the served layers and the crossover lengths."""
         model = ", ".join(filter(None, (self.model_type, self.model)))
         served = f"{self.served_layers} of {self.layers} layers ({model})"
-        lines = [f"{self.attn} on {self.backend}: {served}{self._held()}"]
+        lines = [f"{self.requested or self.attn} on {self.backend}: {served}{self._held()}"]
         if self.dense_layers:
             lines.append(f"dense layers: {listing(self.dense_layers)}")
         return lines + self.crossovers()
@@ -214,7 +216,8 @@ class Report(Counts):
         return self.sparse_bytes * per_step, self.dense_bytes * per_step
 
     def _hint(self) -> str | None:
-        if not self.sparse_calls and any(reason.startswith(SHORTER) for reason in self.dense_calls):
+        short = not self.sparse_calls and any(reason.startswith(SHORTER) for reason in self.dense_calls)
+        if short and "dense_below" not in self.attn:
             return "shorter contexts are dense because they are faster so; dense_below=N in --attn changes the length"
         if self.drafts is not None and self.drafts.pauses and not self.drafts.checks:
             return "drafts were slower than dense steps; drop --lossless here"
@@ -228,6 +231,7 @@ class Report(Counts):
         """Return the full report."""
         with _lock:
             first, *more = self.opening()
+            more = ([f"settings: {self.attn}"] if self.requested not in ("", self.attn) else []) + more
             buckets = self.buckets if self.sparse_calls else None
             share = buckets and f"  selectivity: {buckets.selectivity:.1%} of the keys outside the window"
             lines = [first, *(f"  {line}" for line in more), *self._lines(share)]

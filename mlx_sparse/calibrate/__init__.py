@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -103,6 +103,13 @@ class Calibration:
             return False
         found = self.threshold(config, layer)
         return found.how == MODELED or found.busy
+
+    def measure_now(self, layers: Iterable[tuple[Method, Layer]]) -> None:
+        """Measure the missing thresholds of ``layers``. Later contexts do not start a measurement."""
+        for config, layer in layers:
+            if self.needs_measurement(config, layer):
+                self._known[config, layer] = self.measure(config, layer) or self._known[config, layer]
+        self.measures = False
 
     @staticmethod
     def shortest_measured(config: Method) -> int:

@@ -8,7 +8,7 @@ PROCESSORS = os.cpu_count() or 1
 
 # Bytes that a decode step of one layer must save to outweigh SparQ's additional work, by device. GPUs are not measured.
 # Apple (base and Pro, Max, Ultra): conservative end of a roofline model (docs/methods.md, "The model").
-# NVIDIA: 20 microseconds of additional launches at 2.0, 4.3 and 8 TB/s (docs/results/triton.md). cpu: measured on one
+# NVIDIA: 20 microseconds of additional launches at 2.0, 4.3 and 8 TB/s. cpu: measured on one
 # processor (docs/results/speed.md). More processors may speed up dense attention, but not the additional work.
 ENOUGH_SAVED = {
     **{"g": 20 << 20, "s": 36 << 20, "d": 52 << 20},

@@ -103,6 +103,7 @@ def enable(
     plan = Plan(
         prefill, decode, backend, model_type(model), hooks, recall=recall, calibration=calibration or Calibration()
     )
+    plan.report.requested = attn if isinstance(attn, str) else "+".join(map(str, configs))
     if lossless:
         from .speculative.generation import make_lossless, wrap
 

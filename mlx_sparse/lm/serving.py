@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.call_report import Counts, listing
@@ -134,9 +135,12 @@ def request_logging(session: Session) -> Iterator[None]:
         session.print_line(f"warning: no log lines: mlx-lm's {found} has changed. The report is printed at the end.")
         yield
         return
+    from huggingface_hub.constants import HF_HUB_CACHE
     from mlx_lm import server
 
     requests = Requests(session.calls, session.log)
+    with contextlib.suppress(OSError):
+        Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # without the folder, /v1/models of mlx-lm fails
     generate = server.ResponseGenerator.generate
 
     def ours(generator: ResponseGenerator, *args: Any, **kwargs: Any) -> tuple[GenerationContext, Iterator[object]]:

@@ -175,6 +175,9 @@ class Session:
                 complete = any(config.file is not None for config in self.configs) and has_all_weights(Path(model))
                 record_facts(enabled, complete=complete)
             elif (plan := self._enable(enabled, str(model))) is not None:
+                if self.serves:  # requests do not wait for a measurement: a model of a request has modeled lengths
+                    at_start = self.loads <= self.loads_at_start
+                    plan.calibration.measure_now(plan.layers if at_start else ())
                 self._print_crossovers(plan, plan.report)
         return loaded
 
@@ -252,10 +255,7 @@ class Session:
         """Print the number of sparse layers and the crossover lengths before the first token is generated."""
         if self.report_format not in ("text", "full", "recall"):
             return
-        lines = report.opening()
-        if any(config.measurable for config in plan.configs):
-            lines.append("dense_below=N in --attn sets another length")
-        self.print_line("; ".join(lines))
+        self.print_line("; ".join(report.opening()))
         if self.max_tokens is not None and plan.decodes and plan.configs:
             plan.watch = functools.partial(self._watch, plan)
 

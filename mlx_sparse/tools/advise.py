@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -31,7 +31,7 @@ from .evaluate import texts
 from .evaluate.inputs import add_options, check_options, load_model, read_tokens
 from .evaluate.journal import Journal, as_json
 from .evaluate.results import Row, Trial
-from .evaluate.runner import DENSE_STEP, Steps, observed_by, run
+from .evaluate.runner import DENSE_STEP, Run, Steps, observed_by
 from .evaluate.table import plus_minus
 from .evaluate.tasks import SHORTEST, TASKS, Example
 from .evaluate.variants import Variant, read_budget, read_methods, variants_of
@@ -47,7 +47,7 @@ FIRST_LINE = "# Written by mlx-sparse advise"
 MIN_COPIED = 0.5  # smallest copying accuracy of dense attention that allows a comparison
 MIN_SPEEDUP = 1.1  # smallest speed-up that is worthwhile
 # The thresholds are as large as the effect of rounding model weights to 5 bits (docs/results/quality.md).
-COPY, TEXT = "repetition", "bits_per_byte"  # tasks: copy an excerpt of the prompt, continue the text
+COPY, TEXT = "copying", "bits_per_byte"  # tasks: copy an excerpt of the prompt, continue the text
 STEPS = 20  # predicted tokens of an example
 MAX_KL = 0.05  # nats, in both tasks
 MIN_AGREEMENT = {COPY: 0.9, TEXT: 0.8}  # share of tokens for which dense attention has the same most likely token
@@ -142,10 +142,11 @@ def measure(
             oracle_fails = variant.method != ORACLE and not any(one.passes for one in found[ORACLE])
             if oracle_fails or not all(one.passes for one in before):
                 continue
-            about: dict[str, Any] = {"progress": tqdm(disable=True), "journal": journal, "context": context, "D": D}
-            pairs = [run(task, [one], [variant], **about) for task, one in subjects.items()]
-            dense = [of_dense for of_dense, _ in pairs]
-            before.append(Attempt(variant, variant.formula(context, D), [row for _, row in pairs]))
+            runs = [Run(task, context, False, examples[task], [variant], D) for task in subjects]
+            for of_task in runs:
+                of_task.add(subjects[of_task.task], tqdm(disable=True), journal)
+            dense, rows = map(list, zip(*(of_task.rows() for of_task in runs), strict=True))
+            before.append(Attempt(variant, variant.formula(context, D), rows))
     oracle = found.pop(ORACLE)
     return Quality(dense, oracle, [one for some in found.values() for one in some], left_out)
 
@@ -353,7 +354,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example:\n  mlx-sparse advise MODEL --text notes.txt --context 32k --save attn.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_options(parser, positional=True)
+    add_options(parser)
     parser.add_argument("--context", metavar="N", default="32k", help="context length that you use (default: 32k)")
     parser.add_argument("--methods", metavar="METHOD,...", default=METHODS, help="to test (default: %(default)s)")
     parser.add_argument(

@@ -104,6 +104,7 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
             found = {name: getattr(report, name) for name in ("attn", "backend", "model_type", "layers")}
             found |= {"served_layers": report.served_layers, "dense_layers": dict(report.dense_layers)}
             found |= {"thresholds": rows_of(plan.layers, plan.calibration), "lines": report.opening()}
+            found["lines"].insert(1, f"settings: {report.attn}")
             for config, layer in plan.layers:
                 other = differing(measurement_key(config, layer))
                 if other and plan.calibration.threshold(config, layer).how == MODELED:

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         "length of each method on this machine: the context length at which sparse attention becomes faster. Without "
         "this command, --attn measures at the first context that is long enough.",
     )
-    parser.add_argument("--model", metavar="DIR_OR_REPO", required=True, help="a model that mlx-lm can load")
+    parser.add_model("a model that mlx-lm can load")
     about = "as for mlx_lm.generate (default: %(default)s)"
     parser.add_argument("--attn", metavar="METHOD", default="sample+sparq", help=about)
     parser.add_argument("--attn-backend", metavar="NAME", default="auto", help=about)
@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.seconds is not None and not 0 < args.seconds <= 3600:
         raise ConfigError(f"--seconds: expected a number above 0 and at most 3600, got {args.seconds:g}.")
+    if args.model is None:
+        raise ConfigError("--model: expected a model that mlx-lm can load, got none.")
     check_int("--prefill-step-size", args.prefill_step_size, 1)
     calibration = Calibration(seconds=args.seconds, chunk=args.prefill_step_size, progress=log)
     with planned(args.model, args.attn, args.attn_backend, calibration) as plan:

@@ -21,7 +21,7 @@ from ..files import cache_directory
 from ..methods import parse
 from . import environment
 from .assets import openblas
-from .assets.models import DEFAULT, add_model_options, check_model
+from .assets.models import DEFAULT, add_model_options, check_model, find_model
 from .evaluate import texts
 from .progress import stage
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps({"model": name, "family": family} | found.as_dict()))
     else:
-        show(found, name, unfit_warning(family), console)
+        show(found, find_model(args.model, cache, args.accept_license), unfit_warning(family), console)
     return 0
 
 
@@ -108,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example:\n  mlx-sparse try MODEL --text notes.txt --question 'Who is Ann?' --context 32k",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="as --model")
     add_model_options(parser)
     parser.add_argument(
         "--text", metavar="TEXT", nargs="+", help=f"files, or {', '.join(texts.NAMES)} (default: {texts.DEFAULT})"
@@ -136,11 +135,17 @@ def split_text(text: str, question: str | None) -> tuple[str, str]:
 
 
 def show(found: Comparison, name: str, warning: str | None, console: Console) -> None:
-    """Print the dense and the sparse answer, the measurements and the advice."""
+    """Print the advice, the dense and the sparse answer, and the measurements.
+
+    Args:
+        name: path or Hugging Face repository of the model, for a command that mlx-lm can run.
+    """
     for line in found.crossovers:
         console.print(f"{found.attn}: {line}")
     how = f"{found.prefill_seconds:.0f} s" + (" with native dense attention" if found.native else "")
     console.print(f"Prompt: {found.context:,} tokens, prefilled in {how}{_reason(found)}.\n")
+    for line in [*advice(found, name, warning), ""]:
+        console.print(line, soft_wrap="--model" in line)  # a command stays one line, so that it can be copied
     table = Table("", "dense", found.attn, box=None, pad_edge=False, padding=(0, 3, 0, 0))
     dense, sparse = found.dense, found.sparse
     table.add_row("answer", Text(dense.text.strip()), Text(sparse.text.strip()))
@@ -153,32 +158,37 @@ def show(found: Comparison, name: str, warning: str | None, console: Console) ->
     for label, speed in found.speeds.items():
         bar = "█" * max(1, round(BAR * speed / max(found.speeds.values())))
         console.print(f"{label:<{width}}{bar} {speed:.1f} tokens/s", style="green" if label == "sparse" else "none")
-    console.print("", *advice(found, name, warning), sep="\n")
 
 
 def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
-    """Return sentences about the speed-up, the agreement of the two answers, and when to use the method."""
+    """Return sentences: the verdict with the command to use, then the speed-up and the agreement of the two answers."""
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
-    lines = [f"Warning: {warning}."] if warning else []
+    lines = [*_verdict(found, model), *([f"Warning: {warning}."] if warning else [])]
     lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")
     if found.native is not None:
         plain, native, sparse = found.speeds.values()
         lines.append(f"Native kernels alone make dense attention {native / plain:.2f} x as fast. Compared with")
         lines.append(f"native dense attention, {found.attn} is {sparse / native:.2f} x as fast.")
-    use = f"mlx_lm.generate --model {model} --attn {found.attn}"
     if not found.report["sparse_calls"]:
         cause = "noise" if found.native is None else "from native kernels"
         lines.append(f"Every step was dense ({', '.join(found.report['dense_calls'])}): the difference is {cause}.")
+    return [*lines, "`mlx-sparse advise` measures on your text whether it is safe for this model."]
+
+
+def _verdict(found: Comparison, model: str) -> list[str]:
+    use = f"mlx_lm.generate --model {model} --attn {found.attn}"
     if found.crossover >= NEVER:
-        lines.append("No length was found at which it is faster on this machine.")
-    elif found.context < found.crossover:
+        return ["Not worth it on this machine: no length was found at which it is faster."]
+    if found.context < found.crossover:
         shorter = f"this prompt has {found.context:,}{_reason(found)}"
-        lines.append(f"It pays at {found.crossover:,} tokens and longer on this machine; {shorter}.")
-        lines.append(f"For such prompts, use it: {use}")
-    elif found.report["sparse_calls"]:
-        slower = "Dense attention is faster for this prompt, so do not use it at this length."
-        lines.append(f"Use it: {use}" if found.speeds["sparse"] >= max(found.speeds.values()) else slower)
-    return lines
+        return [
+            f"Not worth it on this machine below {found.crossover:,} tokens; {shorter}.",
+            f"For longer prompts: {use}",
+        ]
+    if found.speeds["sparse"] < max(found.speeds.values()):
+        return ["Not worth it for this prompt: dense attention is faster."]
+    start = f" from {found.crossover:,} tokens on" if found.crossover > 1 else ""
+    return [f"Use it{start}: {use}"]
 
 
 def _reason(found: Comparison) -> str:

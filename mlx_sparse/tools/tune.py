@@ -10,9 +10,8 @@ import argparse
 import itertools
 import json
 import math
-import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -29,18 +28,7 @@ from .assets.models import DEFAULT
 from .evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from .evaluate.journal import Journal
 from .evaluate.runner import passage_logits
-from .evaluate.tasks import (
-    CITIES,
-    PASSAGES,
-    SHORTEST,
-    Maker,
-    Passage,
-    Question,
-    insert_statements,
-    make_question,
-    numbers,
-    starts,
-)
+from .evaluate.tasks import PASSAGES, SHORTEST, Maker, Passage
 from .formats import check_own, write_toml
 
 if TYPE_CHECKING:
@@ -56,31 +44,9 @@ FIRST_LINE = "# Written by mlx-sparse tune-sample"
 NOT_LOSSLESS = "No setting keeps the accuracy of dense attention; accuracy first is the most accurate setting."
 SPEED_FIRST_SHARE = 0.9  # share of dense attention's accuracy that the speed-first setting keeps
 RANGES = (16 << 10, 48 << 10, 80 << 10, 112 << 10, math.inf)  # upper limits of the ranges in keys (Table 6)
-QUESTIONS = 4  # questions in one passage of needles
 
 
-def needles(tokens: list[int], tokenizer: Tokenizer, *, context: int, limit: int, seed: int) -> Iterator[Passage]:
-    """Yield ``limit`` passages of text that contain a pass key for each city.
-
-    `QUESTIONS` questions and their answers follow at the end of each passage.
-    """
-    rng = random.Random(seed)
-    for start in starts(tokens, context, limit, rng):
-        text = tokens[start : start + context]
-        keys = dict(zip(CITIES, numbers(rng, len(CITIES), tokenizer.decode(text)), strict=True))
-        statements = [(rng.random(), f"\nThe pass key of {city} is {key}.\n") for city, key in keys.items()]
-        dialog: list[int] = []
-        scored = []
-        for city in rng.sample(CITIES, QUESTIONS):
-            question = f"\nWhat is the pass key of {city}? The pass key of {city} is"
-            asked = make_question(tokenizer, question, f" {keys[city]}")
-            scored += [len(dialog) + len(asked.tokens) - 1 + position for position in asked.scored]
-            dialog += asked.tokens + asked.answer
-        prompt = insert_statements(tokenizer, text, statements, Question(dialog, [], []), context, 0).prompt
-        yield Passage(prompt, [len(prompt) - len(dialog) + position for position in scored])
-
-
-RETRIEVAL: Mapping[str, Maker[Passage]] = {"needles": needles, "repetition": PASSAGES["repetition"]}
+RETRIEVAL: Mapping[str, Maker[Passage]] = {task: PASSAGES[task] for task in ("needle", "copying")}
 
 
 @dataclass(frozen=True, order=True)
@@ -289,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mlx-sparse tune-sample",
         description="Select the alphas and the number of chunks of SampleAttention for a model, by range of context "
-        "length. The command runs every setting on needles and repetitions in real text, with questions and answers "
+        "length. The command runs every setting on needles and copies in real text, with questions and answers "
         "inside the sparse prefill. It selects two settings with the least work: accuracy first keeps the accuracy of "
         "dense attention, speed first at least 90 percent of it.",
     )

@@ -83,7 +83,7 @@ def eos_tokens(config: Mapping[str, Any]) -> list[int]:
     return [int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])]
 
 
-def add_native_library(folder: Path) -> Path:
+def add_native_library(folder: Path | str) -> Path:
     """Copy the library of native kernels into an exported folder and register it in genai_config.json.
 
     onnxruntime-genai loads libraries only from the folder of the model. The exported model then runs only on
@@ -98,7 +98,7 @@ def add_native_library(folder: Path) -> Path:
     """
     from . import native
 
-    source = native.library_path()
+    folder, source = Path(folder), native.library_path()
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         options = found["model"]["decoder"]["session_options"]

@@ -164,7 +164,7 @@ def test_eval_on_a_full_disk_is_a_one_line_error(
     text.write_text(commands.text(1800))
     out, before = tmp_path / "out", tmp_path / "before"
     argv = ["eval", "--model", str(tmp_path / "model"), "--context", "512", "--text", str(text), "--limit", "1"]
-    argv += ["--methods", "sparq:rank=4,top_k=4,dense_below=0", "--tasks", "repetition", "--out"]
+    argv += ["--methods", "sparq:rank=4,top_k=4,dense_below=0", "--tasks", "copying", "--out"]
     assert cli.main([*argv, str(before)]) == 0  # the first run lets MLX write its compiled kernels
     with file_size_limit(700):
         assert cli.main([*argv, str(out)]) == 2

@@ -206,7 +206,8 @@ def test_text_report_is_printed_on_standard_error(finished: Runs):
 
 
 def test_full_report_also_lists_the_crossover_lengths(finished: Runs):
-    _, first, crossover, *rest = finished("full report").err.splitlines()
+    _, first, settings, crossover, *rest = finished("full report").err.splitlines()
+    assert settings.startswith("  settings: sparq:") and "component_score=" in settings
     assert first == finished("text report").err.splitlines()[1]
     assert crossover == "  sparse at 5 keys and longer (given)"
     assert rest[-1] == f"  {DENSE} calls: {LAYERS} in prefill"
@@ -215,8 +216,7 @@ def test_full_report_also_lists_the_crossover_lengths(finished: Runs):
 def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished: Runs):
     first, second, *_ = finished("short, modeled").err.splitlines()
     assert first == (
-        "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key on ops: 2 of 2 layers (llama, llama); "
-        "sparse at 2,048 keys and longer (modeled); dense_below=N in --attn sets another length"
+        "[mlx-sparse] sparq:rank=4 on ops: 2 of 2 layers (llama, llama); sparse at 2,048 keys and longer (modeled)"
     )
     longest = PROMPT + TOKENS
     assert second == (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,9 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_torch")]  # com
 
 def test_control_c_ends_a_calibration(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with running(model, "--attn", "sparq:rank=4") as server, ThreadPoolExecutor(1) as pool:
+    with running(model, "--attn", "sparq:rank=4") as server:
         server.wait_until_up()
-        pool.submit(server.ask, words(prompt_of(1100)))
         assert server.process.stderr
         while "calibrating" not in server.process.stderr.readline():
             assert server.process.poll() is None
@@ -29,6 +30,24 @@ def test_control_c_ends_a_calibration(model: Path, tmp_path: Path, monkeypatch: 
     assert "it took" not in err and "Traceback" not in err, "the calibration ended before the server"
     assert "[mlx-sparse] sparq:rank=4" in err, "the report"
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_crossover_length_is_measured_before_the_first_request(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))  # mlx-lm's /v1/models needs the folder
+    with running(model, "--attn", "sparq:rank=4") as server:
+        server.wait_until_up()
+        assert server.process.stderr
+        while "; it took" not in server.process.stderr.readline():
+            assert server.process.poll() is None
+        server.ask(words(prompt_of(1100)))
+        models = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/v1/models", timeout=60)
+        assert json.load(models)["object"] == "list"
+        err = server.interrupt()
+    assert "calibrating: finding" not in err and "(measured on this machine" in err
+    assert (tmp_path / "hub").is_dir()
 
 
 def requests_in(err: str) -> list[str]:

@@ -72,7 +72,8 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     assert code == 0
     attn = "sparq:rank=4,reallocate=false,component_score=query_key"
     assert [line for line in out.splitlines() if "interfaces of mlx-vlm" not in line][7:] == [
-        f"sample+{attn} on ops: 2 of 4 layers (gemma3_text, tiny)",
+        "sample+sparq:rank=4 on ops: 2 of 4 layers (gemma3_text, tiny)",
+        f"  settings: sample+{attn}",
         "  dense layers: 2 with a sliding window (RotatingKVCache)",
         "  prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled)",
         "  sparse at 2,048 keys and longer (modeled)",
@@ -106,7 +107,7 @@ def test_doctor_names_the_other_conditions_of_a_stored_measurement(
     def lines(*attn: str) -> list[str]:
         code, out, _ = run(capsys, "doctor", "--model", model, "--json", "--attn-backend", "ops", "--attn", *attn)
         assert code == 0
-        return json.loads(out)["model"]["lines"][1:]
+        return json.loads(out)["model"]["lines"][2:]
 
     assert lines(attn) == ["sparse at 3,000 keys and longer (measured on this machine)"]
     modeled = "sparse at 2,048 keys and longer (modeled)"

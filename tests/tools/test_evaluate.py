@@ -19,9 +19,10 @@ import mlx_sparse
 from mlx_sparse.tools.evaluate import runner
 from mlx_sparse.tools.evaluate.journal import Journal
 from mlx_sparse.tools.evaluate.results import Outcome, Row, Trial
-from mlx_sparse.tools.evaluate.runner import Prompt, Steps
+from mlx_sparse.tools.evaluate.runner import Prefix, Prompt, Run, Steps
 from mlx_sparse.tools.evaluate.table import tables
-from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, Example, Passage
+from mlx_sparse.tools.evaluate.tasks import Example, Passage
+from mlx_sparse.tools.evaluate.tasks.text import BITS_TOKENS
 from mlx_sparse.tools.evaluate.variants import DENSE, Variant, quantized_variants
 
 CONTEXT = 400
@@ -36,9 +37,17 @@ def no_journal() -> Journal[Trial]:
     return Journal(None, "", "", Trial)
 
 
-def run(subjects: list[Any], *methods: str, journal: Journal[Trial] | None = None, prefill: bool = False) -> list[Row]:
-    journal = journal or no_journal()
-    return runner.run("needle", subjects, variants(*methods), Progress(), journal, context=100, D=16, prefill=prefill)
+def run_variants(
+    subjects: list[Any], chosen: list[Variant], prefill: bool = False, D: int = 16, **given: Any
+) -> list[Row]:
+    done = Run("needle", 100, prefill, subjects, chosen, D)
+    for subject in subjects:
+        done.add(subject, given.get("progress", Progress()), given.get("journal", no_journal()))
+    return done.rows()
+
+
+def run(subjects: list[Any], *methods: str, **given: Any) -> list[Row]:
+    return run_variants(subjects, variants(*methods), **given)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +55,7 @@ def rows() -> dict[str, Row]:
     methods = ["sparq:rank=4,top_k=500,dense_below=9000", "sparq:rank=4,top_k=8"]
     examples = [Example(TOKENS[:100], TOKENS[100:120]), Example(TOKENS[7:107], TOKENS[107:127])]
     progress, subject = Progress(), Steps(build(), WordTokenizer(), examples, 512)
-    result = runner.run("needle", [subject], variants(*methods), progress, no_journal(), context=100, D=16)
+    result = run([subject], *methods, progress=progress)
     assert progress.count == 2 * (1 + len(methods))
     return dict(zip(["dense", *methods], result, strict=True))
 
@@ -113,11 +122,31 @@ def test_few_keys_are_sparse_and_change_the_output(rows: dict[str, Row]) -> None
     assert row.compression == pytest.approx(row.formula, rel=0.1)  # the number of keys grows during decoding
 
 
+@pytest.mark.parametrize("observed", [None, "h2o"])
+def test_shared_prefill_gives_the_same_scores(observed: str | None) -> None:
+    """Test that tasks whose prompts begin with the same tokens run their common prefill once."""
+    model = build()
+    batches = [
+        [Example(TOKENS[i : i + 90] + TOKENS[end : end + 10], TOKENS[40:50]) for i in (0, 7)] for end in (300, 400)
+    ]
+    prefix, method = Prefix(model, batches, observed), Variant("h2o:top_k=32", "h2o:top_k=32")
+    assert 90 <= prefix.length < 99
+    for batch in batches:
+        alone, shared = (
+            Steps(model, WordTokenizer(), batch, 512, prefix=given, observed=observed) for given in (None, prefix)
+        )
+        assert (shared.cache[0].offset, prefix.cache[0].offset) == (99, prefix.length)
+        for variant in (DENSE, method):
+            for one, other in zip(alone.trials(variant), shared.trials(variant), strict=True):
+                assert vars(other.outcome) == pytest.approx(vars(one.outcome), rel=1e-4, abs=1e-5)
+    assert Prefix(model, batches[:1]).length == 0
+
+
 def test_quantized_caches_lose_quality_with_fewer_bits() -> None:
     sparq = variants("sparq:top_k=8,rank=64,key_bits=16")
     subject = Steps(build(head_dim=64), WordTokenizer(), [Example(TOKENS[:100], TOKENS[100:120])], 512)
     all_variants = [*sparq, *quantized_variants(sparq, [8, 2])]
-    result = runner.run("needle", [subject], all_variants, Progress(), no_journal(), context=100, D=64)
+    result = run_variants([subject], all_variants, D=64)
     found = {row.method: row for row in result}
     names = ["dense", "sparq:top_k=8,rank=64,key_bits=16"]
     assert list(found) == [*names, *(f"{name} --kv-bits {bits}" for bits in (8, 2) for name in names)]
@@ -150,7 +179,7 @@ def test_late_index_equals_an_index_from_the_start() -> None:
     (found,) = Steps(model, WordTokenizer(), [Example(prompt, target)], 512).trials(Variant(method, method))
     rows = []
     with mlx_sparse.lm.sparse(model, method) as report:
-        cache = runner.prefill(model, mx.array([prompt[:-1]]), 512)
+        cache = runner.prefill(model, mx.array([prompt[:-1]]), make_prompt_cache(model), 512)
         for token in [prompt[-1], *target[:-1]]:
             rows.append(model(mx.array([[token]]), cache=cache)[0])
     dense = Steps(model, WordTokenizer(), [Example(prompt, target)], 512).reference[0]

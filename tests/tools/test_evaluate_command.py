@@ -35,10 +35,10 @@ def test_command_prints_one_json_line_per_row(tmp_path: Path, without_torch: dic
 
     options = ["--methods", f"dense,sparq:rank=4,top_k=16,{SPARSE_SAMPLE}", "--limit", "1", "--text", str(text)]
     options += ["--out", str(tmp_path / "results"), "--prefill-step-size", "300"]
-    done = evaluate(*options, "--tasks", "bits_per_byte,repetition", "--json")
+    done = evaluate(*options, "--tasks", "bits_per_byte,copying", "--json")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["task"] for line in lines] == ["bits_per_byte"] * 4 + ["repetition"] * 4
+    assert [line["task"] for line in lines] == ["bits_per_byte"] * 4 + ["copying"] * 4
     assert [line["prefill"] for line in lines] == [False, False, True, True] * 2
     assert all(line["sparse_calls"] > 0 for line in lines[1::2])
     kept = [json.loads(line) for line in (tmp_path / "results" / "results.jsonl").read_text().splitlines()]
@@ -49,7 +49,7 @@ def test_command_prints_one_json_line_per_row(tmp_path: Path, without_torch: dic
     assert "<html" in (tmp_path / "results" / "report.html").read_text()
     again = evaluate(*options)
     assert again.stdout.count("| dense |") == 4
-    assert again.stdout.count("repetition: tokens inside a sparse prompt") == 1
+    assert again.stdout.count("copying: tokens inside a sparse prompt") == 1
     short = evaluate("--methods", "sparq:rank=4", "--tasks", "bits_per_byte", "--limit", "4", "--text", str(text))
     assert short.returncode == 2
     assert short.stderr.strip().splitlines()[-1].startswith("mlx-sparse: error: --limit: expected 4 x 1,152 tokens")
@@ -79,10 +79,12 @@ def test_too_small_budget_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_duplicates_run_once_and_texts_are_checked_first(tmp_path: Path) -> None:
-    tasks = ["--tasks", "bits_per_byte,bits_per_byte", "repetition"]
-    plans = evaluation(tmp_path, "--methods", "streaming", "sample", *tasks, "--limit", "1").plans()
-    assert [(plan.task, plan.prefill) for plan in plans] == [
-        (task, prefill) for task in ("bits_per_byte", "repetition") for prefill in (False, True)
+    tasks = ["--tasks", "bits_per_byte,bits_per_byte", "copying"]
+    groups = evaluation(tmp_path, "--methods", "streaming", "sample", *tasks, "--limit", "1").plans()
+    assert [[(plan.task, plan.prefill) for plan in group] for group in groups] == [
+        [("bits_per_byte", False), ("copying", False)],  # their prompts have the same first tokens
+        [("bits_per_byte", True)],
+        [("copying", True)],
     ]
     with pytest.raises(mlx_sparse.ConfigError, match="--limit: expected 2 x 640 tokens of text"):
-        evaluation(tmp_path, "--methods", "streaming", *tasks[:1], "repetition,bits_per_byte", "--limit", "2").plans()
+        evaluation(tmp_path, "--methods", "streaming", *tasks[:1], "copying,bits_per_byte", "--limit", "2").plans()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,13 @@ import pytest
 from text_tokenizers import CharacterTokenizer, SplitTokenizer, WordTokenizer
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.tools.evaluate.tasks import BITS_TOKENS, COPY_PROMPT, COPY_TARGET, PASSAGES, SHORTEST, TASKS, Example
+from mlx_sparse.tools.evaluate.tasks import PASSAGES, TASKS, Example
+from mlx_sparse.tools.evaluate.tasks.needles import ENDING
+from mlx_sparse.tools.evaluate.tasks.needles import TASKS as NEEDLES
+from mlx_sparse.tools.evaluate.tasks.text import BITS_TOKENS, COPY_PROMPT, COPY_TARGET
 
 CONTEXT = 400
+LONG = 640  # tokens of a context that fits every task
 TOKENS = commands.tokens(4 * (CONTEXT + BITS_TOKENS))
 
 
@@ -25,8 +30,8 @@ def test_bits_per_byte_continues_the_text() -> None:
         assert any(TOKENS[i : i + len(text)] == text for i in range(len(TOKENS)))
 
 
-def test_repetition_target_is_in_the_prompt() -> None:
-    for example in TASKS["repetition"](TOKENS, WordTokenizer(), context=CONTEXT, limit=3, seed=1):
+def test_copying_target_is_in_the_prompt() -> None:
+    for example in TASKS["copying"](TOKENS, WordTokenizer(), context=CONTEXT, limit=3, seed=1):
         assert (len(example.prompt), len(example.target), example.prompt[0]) == (CONTEXT, COPY_TARGET, 1)
         excerpt = example.prompt[-COPY_PROMPT:] + example.target
         assert any(example.prompt[i : i + len(excerpt)] == excerpt for i in range(CONTEXT - len(excerpt)))
@@ -45,7 +50,7 @@ def test_passages_are_deterministic_and_exactly_long(task: Any, context: int) ->
 
 
 def test_copied_excerpts_come_from_the_first_half() -> None:
-    (passage,) = PASSAGES["repetition"](TOKENS * 2, WordTokenizer(), context=4096, limit=1, seed=3)
+    (passage,) = PASSAGES["copying"](TOKENS * 2, WordTokenizer(), context=4096, limit=1, seed=3)
     starts = [position for position in passage.scored if position - 1 not in passage.scored]
     assert len(starts) == 4
     assert len({start % 512 for start in starts}) == 4  # not at fixed positions
@@ -76,7 +81,7 @@ TOKENIZERS = {
     "sentencepiece": SplitTokenizer(1, blank=True),
 }
 LETTERS = {"letters": 3}  # factor on the number of tokens
-RETRIEVAL_TASKS = ("needle", "key_value", "multi_key", "question")
+RETRIEVAL_TASKS = ("needle", "key_value", "ruler_multi_key", "cloze")  # with an answer that the prompt has once
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class TaskExamples:
 
 
 def make_examples(task: str, kind: str, *, limit: int = 10, seed: int = 3) -> TaskExamples:
-    tokenizer, context = TOKENIZERS[kind], SHORTEST * LETTERS.get(kind, 1)
+    tokenizer, context = TOKENIZERS[kind], LONG * LETTERS.get(kind, 1)
     tokens = tokenizer.encode(TEXT, add_special_tokens=False)
     return TaskExamples(
         tokenizer, context, list(TASKS[task](tokens, tokenizer, context=context, limit=limit, seed=seed))
@@ -127,6 +132,46 @@ def test_scored_tokens_spell_the_answer(task: str, kind: str) -> None:
         assert not found.prompt(example).endswith(" ")  # the space belongs to the answer
 
 
+# Statements of the other tasks in the prompt of a needle.
+OTHERS = re.compile(r"\n\s?(?:The door code of|A locker number of|VAR|\w+:).*(?=\n)")
+
+
+def test_retrieval_tasks_ask_about_the_same_prompts() -> None:
+    prompts = [[example.prompt[:-ENDING] for example in make_examples(task, "digits").examples] for task in NEEDLES]
+    assert all(prompt == prompts[0] for prompt in prompts)
+    assert len(set(map(tuple, prompts[0]))) == 10
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_several_statements_are_found_in_the_order_of_the_text(kind: str) -> None:
+    values, hops = make_examples("ruler_multi_value", kind), make_examples("ruler_variable_tracking", kind)
+    for example in values.examples:
+        town = re.search(r"locker numbers of (\w+) are$", values.prompt(example)).group(1)
+        found = re.findall(rf"A locker number of {town} is ([0-9]{{5}})", values.prompt(example))
+        assert values.tokenizer.decode(example.target).strip() == ", ".join(found) and len(found) == 4
+    for example in hops.examples:
+        chain = re.findall(r"VAR ([A-Z]{3}) = (?:VAR )?(\w+)", hops.prompt(example))
+        names = [name for name, _ in chain]
+        assert hops.tokenizer.decode(example.target).strip() == ", ".join(names) and len(names) == 5
+        assert [given for _, given in chain][1:] == names[:-1]
+        assert f"assigned the value {chain[0][1]}." in hops.prompt(example)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_most_frequent_words_are_the_answer(kind: str) -> None:
+    for task in ("ruler_common_words", "ruler_frequent_words"):
+        found = make_examples(task, kind)
+        for example in found.examples:
+            listed, asked, _ = re.split("\n ?(The .* words .*:)$", found.prompt(example).split("List:")[1])
+            counts = Counter(listed.split())
+            answer = found.tokenizer.decode(example.target).strip().split(", ")
+            if "common" in asked or "repeats" in asked:
+                assert set(answer) == {word for word, count in counts.items() if count >= 10}
+                assert answer == [word for word in dict.fromkeys(listed.split()) if word in answer]
+            else:
+                assert answer == [word for word, _ in counts.most_common(3)]
+
+
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_needle_is_at_its_depth(kind: str) -> None:
     found = make_examples("needle", kind)
@@ -137,9 +182,10 @@ def test_needle_is_at_its_depth(kind: str) -> None:
         statement, stem = re.search(rf"\n\s?((The [a-zA-Z ]+ is(?: to)?) {answer}\.)\n", prompt).groups()
         end = re.search(rf"\n\s?(What is [a-zA-Z ]+\?) {stem}$", prompt)
         assert end is not None
-        before = len(found.tokenizer.encode(prompt[: prompt.index(statement)].rstrip(), add_special_tokens=False))
-        after = len(found.tokenizer.encode(prompt[prompt.index(statement) + len(statement) : end.start()].strip()))
-        assert before / (before + after) == pytest.approx(example.depth, abs=0.02)
+        haystack = found.tokenizer.decode(example.prompt[:-ENDING])
+        text = [OTHERS.sub("", part).strip() for part in haystack.split(statement)]
+        before, after = (len(found.tokenizer.encode(part, add_special_tokens=False)) for part in text)
+        assert before / (before + after) == pytest.approx(example.depth, abs=0.05)
         kinds.add((example.depth, answer.isdigit()))
         assert answer.isdigit() == (len(answer) == 5)
     assert len(kinds) == 10  # both kinds of needles at every depth
@@ -147,14 +193,14 @@ def test_needle_is_at_its_depth(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_multi_key_queries_one_of_eight_keys(kind: str) -> None:
-    found = make_examples("multi_key", kind)
+    found = make_examples("ruler_multi_key", kind)
     for example in found.examples:
         prompt, answer = found.prompt(example), found.tokenizer.decode(example.target).strip()
-        keys = dict(re.findall(r"\n\s?The pass key of (\w+) is ([0-9]{5})\.\n", prompt))
+        keys = dict(re.findall(r"\n\s?The door code of (\w+) is ([0-9]{5})\.\n", prompt))
         assert len(keys) == len(set(keys.values())) == 8
-        (wanted,) = re.findall(r"What is the pass key of (\w+)\? The pass key of \1 is$", prompt)
+        (wanted,) = re.findall(r"What is the door code of (\w+)\? The door code of \1 is$", prompt)
         assert keys[wanted] == answer
-        before = prompt.index(f"The pass key of {wanted} is {answer}") / prompt.index("What is")
+        before = prompt.index(f"The door code of {wanted} is {answer}") / prompt.index("What is")
         assert before == pytest.approx(example.depth, abs=0.4)
 
 
@@ -174,7 +220,7 @@ def test_key_value_queries_one_of_the_pairs(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_question_completes_a_sentence_of_a_passage(kind: str) -> None:
-    found, text = make_examples("question", kind), " ".join(TEXT.split())
+    found, text = make_examples("cloze", kind), " ".join(TEXT.split())
     holding = []
     for example in found.examples:
         *passages, end = found.prompt(example).split("\n\n")
@@ -199,7 +245,7 @@ def test_question_completes_a_sentence_of_a_passage(kind: str) -> None:
 def test_text_without_questions_is_an_error(text: str, message: str) -> None:
     tokenizer = SplitTokenizer(1, blank=False)
     with pytest.raises(ConfigError, match=message):
-        list(TASKS["question"](tokenizer.encode(text), tokenizer, context=512, limit=1, seed=0))
+        list(TASKS["cloze"](tokenizer.encode(text), tokenizer, context=LONG, limit=1, seed=0))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -207,10 +253,10 @@ def test_short_text_is_an_error(task: str) -> None:
     tokenizer = SplitTokenizer(1, blank=False)
     tokens = tokenizer.encode(TEXT)[:1500]
     with pytest.raises(ConfigError, match=r"^--limit: expected 30 x \d+ tokens of text, got 1,500. Give more --text.$"):
-        list(TASKS[task](tokens, tokenizer, context=512, limit=30, seed=0))
+        list(TASKS[task](tokens, tokenizer, context=LONG, limit=30, seed=0))
 
 
 def test_short_context_is_an_error() -> None:
     letters = CharacterTokenizer()
-    with pytest.raises(ConfigError, match=r"^--context: expected at least \d+ tokens for this task, got 256.$"):
-        list(TASKS["multi_key"](letters.encode(TEXT), letters, context=256, limit=1, seed=0))
+    with pytest.raises(ConfigError, match=r"^--context: expected at least \d+ tokens before the question, got 128.$"):
+        list(TASKS["ruler_multi_key"](letters.encode(TEXT), letters, context=256, limit=1, seed=0))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...checks import ConfigError
+from ...checks import ConfigError, Parser
 from . import gemma3, smollm2
 
 
@@ -35,13 +34,9 @@ MODELS = {
 LICENSES = [named.license for named in MODELS.values() if named.license]
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add ``--model`` and ``--accept-license``. If ``positional`` is True, add MODEL instead of ``--model``."""
-    about = {"metavar": "MODEL", "help": f"path, Hugging Face repo, or one of {', '.join(MODELS)} (default: {DEFAULT})"}
-    if positional:
-        parser.add_argument("model", nargs="?", **about)  # type: ignore[arg-type]
-    else:
-        parser.add_argument("--model", **about)  # type: ignore[arg-type]
+def add_model_options(parser: Parser) -> None:
+    """Add the model and ``--accept-license``."""
+    parser.add_model(f"path, Hugging Face repo, or one of {', '.join(MODELS)} (default: {DEFAULT})")
     parser.add_argument(
         "--accept-license",
         metavar="NAME",

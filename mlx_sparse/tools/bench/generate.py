@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checks import ConfigError, check_int, read_length
+from ...checks import ConfigError, Parser, check_int, read_length
 from ...files import cache_directory
 from ...methods import parse, split_methods
 from .. import formats
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if right else 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the description and the options of ``mlx-sparse bench generate``."""
     parser.description = (
         "Generate from real text, alternately with dense attention and each method, and print the speeds of prefill "

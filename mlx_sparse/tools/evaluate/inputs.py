@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...checks import ConfigError
+from ...checks import ConfigError, Parser
 from ...files import cache_directory
 from ...lm.loading import load_text_model
 from ...model_info import kv_shapes, weights_hash
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 
-def add_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add the options of all commands that run a model on texts. If ``positional``, MODEL is a positional argument."""
-    add_model_options(parser, positional=positional)
+def add_options(parser: Parser) -> None:
+    """Add the options of all commands that run a model on texts."""
+    add_model_options(parser)
     parser.add_argument(
         "--text",
         metavar="TEXT",

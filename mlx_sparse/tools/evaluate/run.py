@@ -8,9 +8,8 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...checks import ConfigError, Parser, check_int, did_you_mean, read_length
 from ...files import cache_directory, replace_file
@@ -22,12 +21,15 @@ from . import report, table, texts
 from .inputs import add_options, check_options, encode_texts, fingerprint, head_dim, load_model
 from .journal import Journal, as_json
 from .results import Facts, Row, Trial, run_facts
-from .runner import Prompt, Steps, observed_by, run
-from .tasks import PASSAGES, RECALL, SHORTEST, TASKS
+from .runner import Prefix, Prompt, Run, Steps, observed_by
+from .tasks import PASSAGES, RECALL, SHORTEST, TASKS, Passage, family
 from .variants import Variant, quantized_variants, read_budget, read_methods, variants_of
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 NAMES = (*TASKS, RECALL)
-DEFAULT_TASKS = ("repetition", "bits_per_byte")
+DEFAULT_TASKS = ("copying", "bits_per_byte")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     args.command = shlex.join(["mlx-sparse", "eval", *argv])
     evaluation = _Evaluation(args)
     try:
-        rows = list(evaluation.rows())
+        rows = sorted(evaluation.rows(), key=lambda row: (row.context, args.tasks.index(row.task)))
     except KeyboardInterrupt:
         rest = f"the same command resumes from {args.out}" if args.out else "without --out, nothing is stored"
         print(f"\nmlx-sparse eval: interrupted; {rest}", file=sys.stderr)
@@ -64,12 +66,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="mlx-sparse eval",
         description=textwrap.fill(
             "Compare methods with dense attention on real text, teacher-forced. A decode method runs the decode steps "
-            "after a dense prefill. A prefill method runs the prefill: bits_per_byte, repetition and attention_recall "
+            f"after a dense prefill. A prefill method runs the prefill: {', '.join(PASSAGES)} "
             "then score tokens inside the prompt, and the other tasks score the answer after the prompt. METHOD+METHOD "
             "is sparse in prefill and decode. Separate list items by commas or spaces, and texts by spaces.",
             78,
         ),
-        epilog="Example:\n  mlx-sparse eval --methods sparq,h2o,streaming --tasks repetition --budget 1/2,1/8 "
+        epilog="Example:\n  mlx-sparse eval --methods sparq,h2o,streaming --tasks copying --budget 1/2,1/8 "
         "--limit 50 --out results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -145,17 +147,6 @@ def _split_lists(texts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(piece.strip() for text in texts for piece in text.split(",")))
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A task at one context length, its examples and its variants. If ``prefill`` is True, examples are passages."""
-
-    task: str
-    context: int
-    prefill: bool
-    examples: list[Any]
-    variants: list[Variant]
-
-
 class _Evaluation:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -170,25 +161,36 @@ class _Evaluation:
         self.key = fingerprint(self.model, self.tokens, args.limit, args.seed, args.prefill_step_size, args.batch)
 
     def rows(self) -> Iterator[Row]:
-        """Run all tasks at all context lengths. Yield each task's rows as soon as the task has run."""
+        """Run all tasks at all context lengths. Yield each group's rows as soon as the group has run."""
         from tqdm import tqdm
 
-        args, step = self.args, self.args.prefill_step_size
+        args = self.args
         journal = Journal(args.out and args.out / "trials.jsonl", "eval", self.key, Trial)
-        plans = self.plans()
-        with tqdm(total=sum(1 + len(p.variants) for p in plans) * args.limit, unit="run", disable=None) as progress:
-            for plan in plans:
-                progress.set_description(f"{plan.task} {plan.context:,}")
-                examples, subjects = plan.examples, self._steps(plan)
-                if plan.prefill:
-                    recall = plan.task == RECALL
-                    subjects = (Prompt(self.model, self.tokenizer, one, step, recall=recall) for one in examples)
-                given = plan.task, subjects, plan.variants, progress, journal
-                yield from run(*given, context=plan.context, D=self.D, prefill=plan.prefill)
+        groups = self.plans()
+        total = sum(1 + len(plan.variants) for group in groups for plan in group) * args.limit
+        with tqdm(total=total, unit="run", disable=None) as progress:
+            for group in groups:
+                if group[0].prefill:
+                    for passage in group[0].examples:
+                        self._add(group[0], self._prompt(group[0], passage), progress, journal)
+                else:
+                    for start in range(0, args.limit, args.batch):
+                        for plan, steps in self._steps(group, slice(start, start + args.batch)):
+                            self._add(plan, steps, progress, journal)
+                yield from (row for plan in group for row in plan.rows())
 
-    def plans(self) -> list[_Plan]:
-        """Generate the examples for all tasks before any task runs, so that unsuitable texts raise an error early."""
-        args, plans = self.args, []
+    @staticmethod
+    def _add(plan: Run, subject: Any, progress: tqdm, journal: Journal[Trial]) -> None:
+        progress.set_description(f"{plan.task} {plan.context:,}")
+        plan.add(subject, progress, journal)
+
+    def plans(self) -> list[list[Run]]:
+        """Generate the examples for all tasks before any task runs, so that unsuitable texts raise an error early.
+
+        Tasks of one group share the first tokens of their prompts.
+        """
+        args = self.args
+        groups: dict[tuple[int, bool, str], list[Run]] = {}
         for context in args.context:
             variants, left_out = variants_of(args.methods, args.budget, context, self.D)
             print(*left_out, sep="\n", end="\n" if left_out else "", file=sys.stderr)
@@ -198,16 +200,21 @@ class _Evaluation:
                     if chosen:
                         make: Any = (PASSAGES if prefill else TASKS)[task]
                         made = make(self.tokens, self.tokenizer, context=context, limit=args.limit, seed=args.seed)
-                        plans.append(_Plan(task, context, prefill, list(made), chosen))
-        if not plans:
+                        plan = Run(task, context, prefill, list(made), chosen, self.D)
+                        groups.setdefault((context, prefill, task if prefill else family(task)), []).append(plan)
+        if not groups:
             raise ConfigError("--budget: expected a share that a method can meet, got none. Use a larger share.")
-        return plans
+        return list(groups.values())
 
-    def _steps(self, plan: _Plan) -> Iterator[Any]:
-        observed, size = observed_by(plan.variants), self.args.batch
-        for start in range(0, len(plan.examples), size):
-            batch = plan.examples[start : start + size]
-            yield Steps(self.model, self.tokenizer, batch, self.args.prefill_step_size, observed=observed)
+    def _prompt(self, plan: Run, passage: Passage) -> Prompt:
+        return Prompt(self.model, self.tokenizer, passage, self.args.prefill_step_size, recall=plan.task == RECALL)
+
+    def _steps(self, group: list[Run], batch: slice) -> Iterator[tuple[Run, Steps]]:
+        observed = observed_by([variant for plan in group for variant in plan.variants])
+        prefix = Prefix(self.model, [plan.examples[batch] for plan in group], observed)
+        for plan in group:
+            given = self.model, self.tokenizer, plan.examples[batch], self.args.prefill_step_size
+            yield plan, Steps(*given, prefix=prefix, observed=observed)
 
     def facts(self) -> Facts:
         args = self.args

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,30 @@ def prompt_outcome(logits: mx.array, dense: mx.array, targets: Sequence[int], n_
 DENSE_STEP = 512  # tokens per chunk of a dense prefill
 
 
+class Prefix:
+    """The KV caches of the first tokens of a batch of prompts, after a dense prefill. Several tasks share the prompts.
+
+    Attributes:
+        length: number of tokens; 0 if the prompts of the tasks differ.
+    """
+
+    def __init__(self, model: nn.Module, tasks: Sequence[Sequence[Example]], observed: str | None = None) -> None:
+        """Find the common first tokens of the prompts of ``tasks``, which are batches of equal size.
+
+        Args:
+            observed: as in `Steps`.
+        """
+        self.model, self.observed = model, observed
+        prompts = [np.array([example.prompt for example in batch]) for batch in tasks]
+        same = np.all([prompt == prompts[0] for prompt in prompts], axis=(0, 1))
+        self.length = int(min(same.cumprod().sum(), len(same) - 1)) if len(prompts) > 1 else 0
+        self.tokens = mx.array(prompts[0][:, : self.length])
+
+    @cached_property
+    def cache(self) -> list[Any]:
+        return dense_prefill(self.model, self.tokens, new_caches(self.model), self.observed)
+
+
 class Steps:
     """A batch of prompts of equal length. Teacher-forced decode steps follow each prompt.
 
@@ -111,17 +136,19 @@ class Steps:
         examples: Sequence[Example],
         step: int,
         *,
+        prefix: Prefix | None = None,
         observed: str | None = None,
     ) -> None:
         """Store examples that are decoded as one batch.
 
         Args:
             step: number of tokens per chunk in a sparse prefill.
+            prefix: the caches after the first tokens of the prompts, which a dense prefill continues.
             observed: name of a decode method that must observe the dense prefill, or None. If the prefill of a variant
                 is dense, the variant decodes from a copy of the filled caches.
         """
         self.model, self.tokenizer, self.examples, self.step = model, tokenizer, examples, step
-        self.observed = observed
+        self.prefix, self.observed = prefix, observed
         self.depths = [example.depth for example in examples]
         self.digests = list(map(digest, examples))
         longest = max(len(example.target) for example in examples)
@@ -134,8 +161,9 @@ class Steps:
     @cached_property
     def cache(self) -> list[Any]:
         """KV caches of the prompts after a dense prefill."""
-        with sparse(self.model, self.observed) if self.observed else native_dense(self.model):
-            return prefill(self.model, self.prompts[:, :-1], DENSE_STEP)
+        start = self.prefix.length if self.prefix else 0
+        cache = copy.deepcopy(self.prefix.cache) if self.prefix and start else new_caches(self.model)
+        return dense_prefill(self.model, self.prompts[:, start:-1], cache, self.observed)
 
     @cached_property
     def reference(self) -> mx.array:
@@ -158,7 +186,7 @@ class Steps:
         if cache is not None and variant.kv_bits is not None:
             cache = [entry.to_quantized(bits=variant.kv_bits) for entry in cache]
         with sparse(self.model, variant.attn) as report:
-            cache = cache or prefill(self.model, self.prompts[:, :-1], self.step)
+            cache = cache or prefill(self.model, self.prompts[:, :-1], new_caches(self.model), self.step)
             for position in range(self.inputs.shape[1]):
                 logp = log_softmax(logits_of(self.model, self.inputs[:, position : position + 1], cache)[:, 0])
                 scores.append(position_scores(logp, reference[:, position], self.targets[:, position]))
@@ -199,47 +227,52 @@ class Prompt:
         return [trial_of(prompt_outcome(logits, self.reference, targets, self.n_bytes), report)]
 
 
-def run(
-    task: str,
-    subjects: Iterable[Steps | Prompt],
-    variants: Sequence[Variant],
-    progress: tqdm,
-    journal: Journal[Trial],
-    *,
-    context: int,
-    D: int,
-    prefill: bool = False,
-) -> list[Row]:
-    """Run every subject with dense attention and with every variant. Skip the trials that are in the journal.
+@dataclass
+class Run:
+    """Trials of a task at one context length, with dense attention and with every variant.
 
-    Args:
-        subjects: batches of examples, or passages.
+    Attributes:
+        prefill: True if the examples are passages.
         D: head dim that the formulas use.
-
-    Returns:
-        The row of dense attention and one row for each variant.
+        trials: lists of trials in the order of the examples.
+        depths: depths of the answers in the order of the examples.
     """
-    found: dict[Variant, list[Trial]] = {variant: [] for variant in (DENSE, *variants)}
-    keys = {variant: variant.key for variant in found}
-    depths: list[float | None] = []
-    for subject in subjects:
-        of_each = [f"{i}-{of_one}" for i, of_one in enumerate(subject.digests, len(depths))]
-        depths += subject.depths
-        for variant, trials in found.items():
-            stage = "prefill" if prefill else "decode"
-            names = [f"{task}/{stage}/{context}/{of_one}/{keys[variant]}" for of_one in of_each]
+
+    task: str
+    context: int
+    prefill: bool
+    examples: list[Any]
+    variants: Sequence[Variant]
+    D: int
+    trials: dict[Variant, list[Trial]] = field(init=False)
+    depths: list[float | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.trials = {variant: [] for variant in (DENSE, *self.variants)}
+
+    def add(self, subject: Steps | Prompt, progress: tqdm, journal: Journal[Trial]) -> None:
+        """Run the next subject with dense attention and with every variant. Skip trials that are in the journal."""
+        start = f"{self.task}/{'prefill' if self.prefill else 'decode'}/{self.context}"
+        of_each = [f"{start}/{i}-{of_one}" for i, of_one in enumerate(subject.digests, len(self.depths))]
+        self.depths += subject.depths
+        for variant, trials in self.trials.items():
+            names = [f"{of_one}/{variant.key}" for of_one in of_each]
             if any(name not in journal.results for name in names):
                 for name, trial in zip(names, subject.trials(variant), strict=True):
                     if name not in journal.results:
                         journal.add(name, trial)
             trials += [journal.results[name] for name in names]
             progress.update(len(names))
-    rows = []
-    for variant, trials in found.items():
-        formula = None if prefill else variant.formula(context, D)
-        own = {"method": str(variant), "budget": variant.budget, "formula": formula}
-        rows.append(row_of(trials, found[DENSE], depths, task=task, context=context, prefill=prefill, **own))
-    return rows
+
+    def rows(self) -> list[Row]:
+        """Return the row of dense attention and one row for each variant."""
+        about: dict[str, Any] = {"task": self.task, "context": self.context, "prefill": self.prefill}
+        rows = []
+        for variant, trials in self.trials.items():
+            formula = None if self.prefill else variant.formula(self.context, self.D)
+            own = {"method": str(variant), "budget": variant.budget, "formula": formula}
+            rows.append(row_of(trials, self.trials[DENSE], self.depths, **about, **own))
+        return rows
 
 
 def observed_by(variants: Sequence[Variant]) -> str | None:
@@ -248,9 +281,14 @@ def observed_by(variants: Sequence[Variant]) -> str | None:
     return next((method.name for method in decode if method is not None and method.observes_prefill), None)
 
 
-def prefill(model: nn.Module, tokens: mx.array, step: int) -> list[Any]:
-    """Process ``tokens (examples, length)`` in chunks of ``step`` tokens, and return the filled KV caches."""
-    cache = new_caches(model)
+def dense_prefill(model: nn.Module, tokens: mx.array, cache: list[Any], observed: str | None) -> list[Any]:
+    """Continue a dense prefill, which the decode method ``observed`` observes."""
+    with sparse(model, observed) if observed else native_dense(model):
+        return prefill(model, tokens, cache, DENSE_STEP)
+
+
+def prefill(model: nn.Module, tokens: mx.array, cache: list[Any], step: int) -> list[Any]:
+    """Process ``tokens (examples, length)`` in chunks of ``step`` tokens, and return the KV caches ``cache``."""
     for start in range(0, tokens.shape[1], step):
         model(tokens[:, start : start + step], cache=cache)
         mx.eval([entry.state for entry in cache])

@@ -43,7 +43,7 @@ LENGTH = 1024
 
 def found(accuracy: float, density: float, *, sampled: float = 0.1, alpha: float | None = 0.9) -> Measured:
     setting = Setting(alpha, 0.9, 1) if alpha else None
-    return Measured(setting, {"needles": accuracy, "repetition": accuracy}, density, sampled, 1.0)
+    return Measured(setting, {"needle": accuracy, "copying": accuracy}, density, sampled, 1.0)
 
 
 DENSE = found(0.9, 1.0, sampled=0.0, alpha=None)
@@ -95,14 +95,15 @@ def search(min_accuracy: float = 0.0) -> Search:
 
 def test_needle_passage_states_each_needle_once() -> None:
     letters = CharacterTokenizer()
-    (passage,) = RETRIEVAL["needles"](letters.encode("text. " * 400), letters, context=2000, limit=1, seed=1)
+    (passage,) = RETRIEVAL["needle"](letters.encode("text. " * 400), letters, context=2000, limit=1, seed=1)
     text, answers = letters.decode(passage.tokens), letters.decode(passage.targets)
     assert len(passage.tokens) == 2000 and passage.scored == sorted(passage.scored)
     assert len(answers) == 20 and answers.isdigit()
     for number in (answers[i : i + 5] for i in range(0, 20, 5)):
         assert text.count(number) == 2
-        city = text.split(f" is {number}")[0].split()[-1]
-        assert f"What is the pass key of {city}? The pass key of {city} is {number}" in text[-400:]
+        city = text[:1000].split(f" is {number}")[0].split()[-1]
+        assert f"What is the door code of {city}? The door code of {city} is {number}" in text[1000:]
+    assert passage.scored[-1] == 1998  # the last question ends the passage
 
 
 @pytest.fixture(scope="module")
