@@ -66,6 +66,10 @@ class Quest(Method):
             return NEVER
         return self.attended + 1 + math.ceil((ENOUGH_SAVED[step.device] / step.heads + row * self.attended) / saved)
 
+    def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int, G: int, backend: str) -> int:
+        moved = super().step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes, G=G, backend=backend)
+        return moved + 2 * 4 * -(-S // self.page_size)  # one float32 score per page is written and read
+
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         """Return ``2 P D + 2 k D + 2 D`` (quest.6).
 
