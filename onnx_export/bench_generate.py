@@ -49,7 +49,7 @@ def variants(
             run_by = {backend: mode for backend, mode in modes.items() if mode == "auto" or not coded}
             decoders.append({backend: Runner(folder, native=mode, threads=threads) for backend, mode in run_by.items()})
             for runner in decoders[-1].values():
-                _fill(runner.caches, method)
+                fill(runner.caches, method)
         for S in lengths:
             named = list(zip(methods, decoders, below, strict=True))
             yield [
@@ -60,7 +60,7 @@ def variants(
             ]
 
 
-def _fill(caches: Mapping[str, np.ndarray], method: str) -> None:
+def fill(caches: Mapping[str, np.ndarray], method: str) -> None:
     """Fill the caches with random numbers. The seed is fixed, so that all backends get the same numbers."""
     check_memory(2 * sum(array.nbytes for array in caches.values()), memory(), LARGEST_SHARE)
     rng = np.random.Generator(np.random.SFC64(1))
@@ -72,6 +72,9 @@ def _fill(caches: Mapping[str, np.ndarray], method: str) -> None:
             array[...] = rng.integers(0, artefact.buckets, array.shape, array.dtype)
         elif name.startswith(("past_sums.", "past_summary.")):
             array[...] = 1.0  # running statistics must be positive
+        elif name.startswith("past_key_codes."):
+            array[..., :4] = np.array([-2, 0.25], np.float16).view(np.uint8)  # minimum and step of each group
+            array[..., 4:] = rng.integers(256, size=array[..., 4:].shape, dtype=np.uint8)
         else:
             array[...] = noise[: array.size].reshape(array.shape)
 

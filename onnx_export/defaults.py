@@ -1,4 +1,4 @@
-"""Compute the default settings of an exported file from the measurements in docs/results/onnx.md."""
+"""Compute the default settings of an exported file from measurements on two CPU cores."""
 
 from __future__ import annotations
 

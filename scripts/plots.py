@@ -3,8 +3,9 @@
 
 python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
 python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/speed.jsonl
-
-`mlx-sparse report` draws docs/quality.svg, which shows the quality against the bytes that the methods read.
+python scripts/plots.py why        docs/results/why.svg: why SparQ and SAAP work, from docs/results/why.jsonl
+python scripts/plots.py quality    docs/quality.svg: copying accuracy against bytes, from docs/results/quality.jsonl
+python scripts/plots.py needles    docs/results/needle.svg: needles by depth and context, from the same rows
 """
 
 from __future__ import annotations
@@ -24,17 +25,32 @@ matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # makes the files reproducib
 from matplotlib import pyplot as plt  # noqa: E402 - the renderer is selected first
 
 DOCS = Path(__file__).parents[1] / "docs"
-ROWS = DOCS / "results" / "speed.jsonl"
+RESULTS = DOCS / "results"
 LAYERS, KV_HEADS, D, ITEM = 32, 8, 128, 2  # Llama 3.1 8B, float16
 CONTEXTS = [1024 * 2**i for i in range(8)]
 GEMMA = {"layers": 18, "full": (5, 11, 17), "window": 512, "heads": 1, "D": 256, "item": 2}  # Gemma 3 270M, bfloat16
 LONG = 32_768  # tokens of the picture by layer
+AGREEMENT = [
+    (model, D, f"{method}/agreement", f"{color}{style}", f"{name}, {label}")
+    for model, D, color, name in (("smollm2", 64, "C0", "SmolLM2"), ("gemma", 256, "C1", "Gemma 3"))
+    for method, style, label in (
+        ("sparq-rank-{}-local_window-0", "o-", "default"),
+        ("sparq-preset-paper-rank-{}-local_window-0", "o--", "paper"),
+        ("random_projection-rank-{}", "o:", "random projection"),
+    )
+]
+RECALL = [
+    ("smollm2", 64, f"sparq-rank-{{}}-top_k-{k}/recall", f"C{i}o-", f"top_k={k}")
+    for i, k in enumerate((32, 64, 128, 256))
+]
+MODELS = {"smollm2-135m-instruct": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M"}
 METHODS = {"dense": "0.45", "sparq": "tab:blue", "sample+sparq": "tab:cyan"}  # with colors
 
 
 def main() -> int:
     """Draw the requested plot, and return the exit code."""
-    actions = {"bytes": draw_bytes, "speed": draw_speed}
+    actions = {"bytes": draw_bytes, "speed": draw_speed, "quality": draw_quality, "needles": draw_needles}
+    actions["why"] = draw_why
     if len(sys.argv) != 2 or sys.argv[1] not in actions:
         sys.exit(f"usage: plots.py {'|'.join(actions)}")
     print(actions[sys.argv[1]]())
@@ -75,7 +91,7 @@ def draw_bytes() -> Path:
 
 def draw_speed() -> Path:
     """Draw the prompt and generation speeds of whole commands by context length, from the rows of `bench generate`."""
-    rows = [row for row in map(json.loads, ROWS.read_text().splitlines()) if row["task"] == "generate"]
+    rows = _rows("speed", task="generate")
     figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
     for axes, speed in zip(panels, ("prompt", "generation"), strict=True):
         for method, color in METHODS.items():
@@ -87,6 +103,84 @@ def draw_speed() -> Path:
             axes, sorted({row["context"] for row in rows}), f"{speed} tokens/s", "SmolLM2-135M, float32, two CPU cores"
         )
     return _save(figure, "speed.svg")
+
+
+def draw_why() -> Path:
+    """Draw the attention mass and the bucket spans by layer, and agreement and recall by rank (scripts/why.py)."""
+    rows = {row["key"]: row for row in _rows("why")}
+    figure, ((mass, agreement), (recall, spans)) = plt.subplots(2, 2, figsize=(9.6, 6), layout="constrained")
+    for axes, name, style, label in (
+        (mass, "top_32_mass", "C0o-", "32 highest scores"),
+        (spans, "span_pre_rope", "C2o-", "keys before RoPE"),
+        (spans, "span_rope", "C3o-", "keys after RoPE"),
+    ):
+        axes.plot(rows[f"why/smollm2/text/2k/dense/{name}"]["by_layer"], style, label=label)
+        axes.set(xlabel="layer of SmolLM2-135M", ylim=(0, 1))
+    mass.set(title="Few keys receive most of the attention", ylabel="share of the softmax")
+    spans.set(title="RoPE makes k-means cluster positions", ylabel="span of a bucket (share of the text)")
+    for axes, title, label, lines in (
+        (agreement, "Few components find the best 128 keys", "agreement with the exact top 128", AGREEMENT),
+        (recall, "Recall by rank and top_k, SmolLM2-135M", "attention recall", RECALL),
+    ):
+        for model, D, method, style, name in lines:
+            ranks = [rank for rank in (4, 8, 16, 32, 64, 128) if rank <= D // 2]
+            found = [rows[f"why/{model}/text/2k/{method.format(rank)}"]["mean"] for rank in ranks]
+            axes.plot([rank / D for rank in ranks], found, style, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set(title=title, xlabel="rank / D", ylabel=label, ylim=(0, 1))
+    for axes in (mass, spans, agreement, recall):
+        axes.title.set_fontsize(10)
+        axes.legend(frameon=False, fontsize=8)
+        axes.grid(alpha=0.3)
+    return _save(figure, "results/why.svg")
+
+
+def draw_quality() -> Path:
+    """Draw the share of tokens copied correctly against the bytes of a decode step, by method, model and context."""
+    rows = _rows("quality", task="copying", metric="accuracy")
+    places = sorted({(row["model"], row["context"]) for row in rows if row["budget"]}, key=lambda place: place[1])
+    figure, panels = plt.subplots(1, len(places), figsize=(4.2 * len(places), 3.6), layout="constrained", squeeze=False)
+    for axes, (model, context) in zip(panels[0], places, strict=True):
+        here = [row for row in rows if (row["model"], row["context"]) == (model, context)]
+        axes.axhline(here[0]["dense"], color="0.45", linestyle="--", label="dense")
+        for method in dict.fromkeys(row["method"] for row in here if row["method"] != "dense"):
+            own = sorted((row for row in here if row["method"] == method), key=lambda row: row["share"])
+            across, up, bars = zip(*((row["share"], row["mean"], row["difference_sem"]) for row in own), strict=True)
+            axes.errorbar(across, up, bars, fmt="o-", capsize=2, label=method)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("share of dense attention's bytes (counted)")
+        axes.set_ylabel("tokens copied correctly")
+        axes.set_title(f"{MODELS[model]}, {context / 1024:.0f}k tokens, n = {here[0]['examples']}", fontsize=10)
+        axes.grid(alpha=0.3)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3)
+    return _save(figure, "quality.svg")
+
+
+def draw_needles() -> Path:
+    """Draw the accuracy of needles by depth and context, for dense attention and `--attn sparq`, for each model."""
+    rows = [row for row in _rows("quality", task="needle", metric="accuracy") if row.get("depth") and not row["budget"]]
+    places = [(model, dense) for model in MODELS for dense in (True, False)]
+    figure, panels = plt.subplots(1, len(places), figsize=(11, 2.6), layout="constrained")
+    for axes, (model, dense) in zip(panels, places, strict=True):
+        own = [row for row in rows if row["model"] == model and (row["method"] == "dense") == dense]
+        contexts, depths = sorted({row["context"] for row in own}), list(dict.fromkeys(row["depth"] for row in own))
+        found = {(row["context"], row["depth"]): row["mean"] for row in own}
+        shown = [[found[context, depth] for depth in depths] for context in contexts]
+        axes.imshow(shown, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        for y, line in enumerate(shown):
+            for x, value in enumerate(line):
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
+        axes.set_xticks(range(len(depths)), depths)
+        axes.set_yticks(range(len(contexts)), [f"{context / 1024:.0f}k" for context in contexts])
+        axes.set_xlabel("depth of the needle")
+        axes.set_title(f"{MODELS[model]}, {'dense' if dense else '--attn sparq'}", fontsize=10)
+    return _save(figure, "results/needle.svg")
+
+
+def _rows(page: str, **wanted: str) -> list[dict[str, Any]]:
+    """Return the rows of docs/results/``page``.jsonl whose fields have the values ``wanted``."""
+    rows = map(json.loads, (RESULTS / f"{page}.jsonl").read_text().splitlines())
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
 def _by_context(axes: Any, contexts: list[int], label: str, title: str) -> None:
