@@ -91,7 +91,7 @@ def count(method: str) -> dict[str, Any]:
             for buffers in (report.reads, report.writes):
                 moved.update({name: traffic.dispatch for name, traffic in buffers.items()})
         heads = KV_HEADS * (GROUP if method == "sample" else 1)  # formulas count per KV head, in prefill per query head
-        sizes = {"itemsize": ITEM, "row_bytes": D * ITEM, "G": GROUP, "backend": "metal"}
+        sizes: dict[str, Any] = {"itemsize": ITEM, "row_bytes": D * ITEM, "G": GROUP, "backend": "metal"}
         config = CONFIGS.get(method)
         return {
             "method": method,

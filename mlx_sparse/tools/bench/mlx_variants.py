@@ -267,7 +267,7 @@ class MlxStep(MlxVariant):
         """Return the modeled number of bytes that a decode step moves in one layer."""
         case, D = self.case, self.case.shape.D
         row = Step(case.rows, case.shape.G, D, case.item, packed=(self.bits, GROUP) if self.bits else None).row_bytes
-        sizes = {"itemsize": case.item, "row_bytes": row, "G": case.shape.G, "backend": self.backend}
+        sizes: dict[str, Any] = {"itemsize": case.item, "row_bytes": row, "G": case.shape.G, "backend": self.backend}
         return int(case.rows * self.config.step_bytes(case.S, D, **sizes))
 
 
