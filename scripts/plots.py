@@ -117,7 +117,7 @@ def draw_why() -> Path:
         axes.plot(rows[f"why/smollm2/text/2k/dense/{name}"]["by_layer"], style, label=label)
         axes.set(xlabel="layer of SmolLM2-135M", ylim=(0, 1))
     mass.set(title="Few keys receive most of the attention", ylabel="share of the softmax")
-    spans.set(title="RoPE makes k-means cluster positions", ylabel="span of a bucket (share of the text)")
+    spans.set(title="Span of k-means buckets", ylabel="span of a bucket (share of the text)")
     for axes, title, label, lines in (
         (agreement, "Few components find the best 128 keys", "agreement with the exact top 128", AGREEMENT),
         (recall, "Recall by rank and top_k, SmolLM2-135M", "attention recall", RECALL),
