@@ -183,11 +183,11 @@ class SparseCache:
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
-    def step_bytes(self, config: Method, S: int) -> int:
-        """Return the bytes that a decode step over ``S`` keys moves, summed over all KV heads."""
+    def step_bytes(self, config: Method, S: int, G: int, backend: str) -> int:
+        """Return the bytes that a decode step over ``S`` keys moves on ``backend``, summed over all KV heads."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
-        return B * Hkv * config.step_bytes(S, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
+        return B * Hkv * config.step_bytes(S, D, itemsize=keys.itemsize, row_bytes=self.row_bytes, G=G, backend=backend)
 
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
         """Run one decode step with the method ``config``. See `Step` for the arguments and results."""

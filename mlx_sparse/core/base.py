@@ -204,10 +204,15 @@ class Method:
         """Return the number of complete key and value rows that a decode step over ``S`` keys reads per KV head."""
         return 2 * min(self.attended, S)
 
-    def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
+    def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int, G: int, backend: str) -> int:
         """Return the number of bytes that a decode step over ``S`` keys of head dim ``D`` moves per KV head.
 
-        ``itemsize`` is the size of an element in bytes. ``row_bytes`` is the size of one key (or value) row in bytes.
+        The papers' formula counts `elements`. Methods add the buffers that ``backend`` writes and reads back.
+
+        Args:
+            itemsize: size of an element in bytes.
+            row_bytes: size of one key (or value) row in bytes.
+            G: number of query heads per KV head.
         """
         rows = self.rows(S)
         return itemsize * (self.elements(S, D) - rows * D) + rows * row_bytes

@@ -196,7 +196,7 @@ class Call:
         counts.sparse_calls += 1
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # S keys and values are read, one is written
         # Round for each head, so that tensor-parallel ranks together count the same bytes as one process.
-        counts.formula_bytes += layer.heads * round(fixed + per_key * S)
+        counts.modeled_bytes += layer.heads * round(fixed + per_key * S)
         out, lse, *estimate = layer.step(queries, cache, S, scale, self.hooks)
         if estimate and layer.index >= 0 and S % SAMPLED_STEPS == 0:
             (recall,) = estimate
