@@ -1,5 +1,7 @@
 """Measure the decode speed of exported float32 models in tokens/s, for ``mlx-sparse bench generate --runtime onnx``.
 
+With one thread, seconds are processor time, which other programs on the machine change less.
+
 The caches are filled with random numbers, because decode speed depends only on the context length. Prefill of 32,768
 tokens would take half an hour on a CPU. `Decoder.check` compares the logits of all backends.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from mlx_sparse.tools.bench.generate import Context, Generation
 from mlx_sparse.tools.environment import memory
 
 from .bench import LARGEST_SHARE
-from .exporter.export import export
+from .exporter.export import export, methods_of
 from .runtime import native
 from .runtime.runner import Runner
 
@@ -36,18 +38,26 @@ def variants(
     """Export a model with each method. For each context length, yield one decoder per method and backend."""
     capacity = max(lengths) + tokens + 1
     modes = {backend: mode for backend, mode in MODES.items() if mode == "off" or not native.unavailable()}
+    clock = time.process_time if threads == 1 else time.perf_counter
     with tempfile.TemporaryDirectory(prefix="mlx-sparse-bench-") as scratch:
         decoders, below = list[dict[str, Runner]](), list[int]()
         for i, method in enumerate(methods):
             folder = Path(scratch) / str(i)
-            file = export(model, folder, method=method, max_length=capacity, dtype="float32", genai=False)
+            coded = any(getattr(config, "key_bits", 16) < 16 for config in methods_of(method, None, native=False))
+            file = export(model, folder, method=method, max_length=capacity, dtype="float32", genai=False, native=coded)
             below.append(file.sparse_from or 0)
-            decoders.append({backend: Runner(folder, native=mode, threads=threads) for backend, mode in modes.items()})
+            run_by = {backend: mode for backend, mode in modes.items() if mode == "auto" or not coded}
+            decoders.append({backend: Runner(folder, native=mode, threads=threads) for backend, mode in run_by.items()})
             for runner in decoders[-1].values():
                 fill(runner.caches, method)
         for S in lengths:
             named = list(zip(methods, decoders, below, strict=True))
-            yield [Decoder(Context(S), *one, backend, tokens) for backend in modes for one in named]
+            yield [
+                Decoder(Context(S), *one, backend, tokens, clock)
+                for backend in modes
+                for one in named
+                if backend in one[1]
+            ]
 
 
 def fill(caches: Mapping[str, np.ndarray], method: str) -> None:
@@ -73,10 +83,17 @@ class Decoder(Generation):
     """Benchmark variant that decodes with one exported file on one backend."""
 
     def __init__(
-        self, context: Context, method: str, runners: Mapping[str, Runner], below: int, backend: str, tokens: int
+        self,
+        context: Context,
+        method: str,
+        runners: Mapping[str, Runner],
+        below: int,
+        backend: str,
+        tokens: int,
+        clock: Callable[[], float],
     ) -> None:
         super().__init__(context, method, backend, error=None)
-        self._runners, self._runner, self._tokens = runners, runners[backend], tokens
+        self._runners, self._runner, self._tokens, self._clock = runners, runners[backend], tokens, clock
         if method != "dense" and context.S < below:
             self.remark = f"decode steps are dense below {below:,} keys"
 
@@ -95,9 +112,9 @@ class Decoder(Generation):
 
     def run(self, turn: int) -> float:
         token = int(self._first(self._runner, TOKENS[0])[0].argmax())
-        start = time.perf_counter()
+        start = self._clock()
         for _ in range(self._tokens):
             token = int(self._runner.step([[token]])[0].argmax())
-        seconds = time.perf_counter() - start
+        seconds = self._clock() - start
         self.speeds["generation"].append(self._tokens / seconds)
         return seconds

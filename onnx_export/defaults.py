@@ -8,12 +8,14 @@ from mlx_sparse.core.base import Method
 from mlx_sparse.core.decide import NEVER, Facts, decide
 from mlx_sparse.methods import SAAP, SparQ
 
-# Defaults that differ from `--attn`, because only native kernels can read quantized scoring keys.
-IN_FILES: dict[str, Method] = {"sparq": SparQ(key_bits=16)}
+# Defaults of files for every runtime that differ from `--attn`, because only native kernels read int4 scoring keys.
+FOR_ALL: dict[str, Method] = {"sparq": SparQ(key_bits=16)}
 LANES = (4096, 2048, 1024, 512, 256, 128, 64)
-# Number of elements per KV head that a sparse step must skip to be faster than dense attention, if both are function
-# bodies. The many small nodes in the function body of SparQ or SAAP cost as much as reading this number of elements.
-ENOUGH_SAVED, SAAP_ENOUGH_SAVED = 1 << 19, 1 << 20
+# Number of elements that a sparse step must skip to be faster than dense attention, if both are function bodies: per
+# layer for SparQ, per KV head for SAAP. The many small nodes of the body cost as much as reading these elements.
+ENOUGH_SAVED, SAAP_ENOUGH_SAVED = 1 << 21, 1 << 20
+# With native kernels, SparQ's steps are not slower from this multiple of `top_k` keys.
+NATIVE_CONTEXT = 4
 BUCKET_READ_COST = 0.2  # cost of reading the bucket of a key in SAAP's function body, relative to attending to the key
 # Tokens per prefill chunk. SampleAttention scores one row block per chunk, so its chunks are as long as in mlx-lm.
 PREFILL_CHUNK, SAMPLE_CHUNK = 512, 2048
@@ -31,14 +33,16 @@ def lanes_for(length: int) -> int:
     return next((lanes for lanes in LANES if -length % lanes * 16 <= length), LANES[-1])
 
 
-def dense_below(config: SparQ, D: int) -> int:
+def dense_below(config: SparQ, heads: int, D: int, *, native: bool) -> int:
     """Return the number of keys below which SparQ decode steps are dense, as set by ``config.dense_below``.
 
-    If the setting is "auto", the number is an estimate. At this length, SparQ's function body becomes faster than
-    dense attention for head dim ``D``. If native kernels run, SparQ becomes faster at only about 500 keys. The estimate
-    is nevertheless the same, so that the result of a file does not depend on the kernels that run.
+    If the setting is "auto", the number is an estimate for layers with ``heads`` KV heads of head dim ``D``. At this
+    length, SparQ becomes faster than dense attention: as native kernels if ``native`` is set, else as function bodies.
     """
-    modeled = max(config.modeled_context(None), ENOUGH_SAVED // (2 * D - config.rank))  # elements saved per key
+    if native:
+        modeled = NATIVE_CONTEXT * config.top_k
+    else:
+        modeled = max(config.modeled_context(None), ENOUGH_SAVED // (heads * (2 * D - config.rank)))
     return decide(config, Facts(estimate=modeled), ()).crossover
 
 

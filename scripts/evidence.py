@@ -106,6 +106,7 @@ def evaluated(page: str, folder: Path, commit: str) -> Iterator[dict[str, Any]]:
         about = {
             **{name: found[name] for name in ("task", "method", "attn", "context", "examples", "budget")},
             **{"model": run["model"]["name"], "share": found["compression"], "formula": found["formula"]},
+            "selectivity": found["selectivity"],
             **{"density": sum(found["density"]) / len(found["density"]) if found["density"] else None},
             **{"command": run["command"], "commit": commit, "machine": f"{run['machine']['chip']}; {versions}"},
         }

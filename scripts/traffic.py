@@ -22,6 +22,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 import mlx_sparse
+from mlx_sparse.methods import SparQ
 from mlx_sparse.tools.formats import table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -67,13 +68,14 @@ METHODS: dict[str, Callable[[], Any]] = {
     "saap": saap,
     "sample": sample,
 }
+CONFIGS = {"sparq": SparQ(key_bits=16, reallocate=False), "sparq4": SparQ(reallocate=False)}
 
 
 def count(method: str) -> dict[str, Any]:
     """Call ``method`` once in the harness, and return a dict for JSON.
 
     The dict contains the kernels and the bytes moved in each buffer. It also contains the bytes according to the
-    formulas of ``method`` and of dense attention.
+    formulas of ``method`` and of dense attention, and the bytes that reports of `--attn` print ("modeled").
     """
     mx.random.seed(0)
     with msl.emulated(strict=False) as metal:
@@ -84,12 +86,15 @@ def count(method: str) -> dict[str, Any]:
             for buffers in (report.reads, report.writes):
                 moved.update({name: traffic.dispatch for name, traffic in buffers.items()})
         heads = KV_HEADS * (GROUP if method == "sample" else 1)  # formulas count per KV head, in prefill per query head
+        sizes: dict[str, Any] = {"itemsize": ITEM, "row_bytes": D * ITEM, "G": GROUP, "backend": "metal"}
+        config = CONFIGS.get(method)
         return {
             "method": method,
             "kernels": [report.kernel for report in metal.launches],
             "bytes": dict(moved.most_common()),
             "total": moved.total(),
             "formula": heads * stats.elements * ITEM,
+            "modeled": config and KV_HEADS * config.step_bytes(KEYS, D, **sizes),
             "dense": heads * stats.dense_elements * ITEM,
         }
 

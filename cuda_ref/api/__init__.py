@@ -72,9 +72,6 @@ class Torch:
     def visit(self, bucket_ids: torch.Tensor, visited: torch.Tensor) -> dict[str, object]:
         return {"bucket_ids": bucket_ids, "visited": visited}
 
-    def count_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.sum(dim=2)
-
 
 _functions = Functions(Torch())
 

@@ -85,7 +85,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     config = origin.cache.attn
     out, lse = origin.layer.attend(query, config, scale=scale, padding=padding)
-    origin.cache.report.add(_counts(config, key))
+    origin.cache.report.add(_counts(config, query, key))
     sinks = kwargs.get("s_aux")
     if sinks is not None:
         # An attention sink adds a logit without a value to the softmax.
@@ -93,10 +93,11 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def _counts(config: SparQ, key: torch.Tensor) -> Counts:
+def _counts(config: SparQ, query: torch.Tensor, key: torch.Tensor) -> Counts:
     B, Hkv, S, D = key.shape
-    size = B * Hkv * key.element_size()
-    return Counts(1, formula_bytes=size * config.elements(S, D), dense_bytes=size * dense_elements(S, D))
+    item, G = key.element_size(), query.shape[1] // Hkv
+    moved = config.step_bytes(S, D, itemsize=item, row_bytes=D * item, G=G, backend="triton")
+    return Counts(1, modeled_bytes=B * Hkv * moved, dense_bytes=B * Hkv * item * dense_elements(S, D))
 
 
 def _resolve(cache: SparQCache, module: torch.nn.Module, *, grouped: bool) -> SparQ:

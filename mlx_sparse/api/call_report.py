@@ -33,7 +33,7 @@ class Counts:
 
     sparse_calls: int = 0
     dense_calls: Counter[str] = field(default_factory=Counter)
-    formula_bytes: int = 0
+    modeled_bytes: int = 0
     dense_bytes: int = 0
     prefill: Any = None
     checked_bytes: int = 0
@@ -78,8 +78,8 @@ class Report(Counts):
         sparse_calls: number of decode calls that used sparse attention.
         dense_calls: for each reason, the number of calls that used dense attention.
         native_calls: number of dense calls that ran on the `cpu` backend, and not on mlx-lm's attention.
-        formula_bytes: bytes that the sparse calls moved, according to the papers' formulas. The keys that the device
-            counts are excluded.
+        modeled_bytes: bytes that the sparse calls moved on the backend, as modeled (`Method.step_bytes`). The keys that
+            the device counts are excluded.
         dense_bytes: bytes that dense attention would have moved in the sparse calls.
         prefill: statistics of prefill chunks (`mlx_sparse.lm.statistics.PrefillStatistics`); None if there is no
             prefill method.
@@ -153,12 +153,12 @@ class Report(Counts):
 
     @property
     def sparse_bytes(self) -> int:
-        """Bytes that the sparse calls moved, according to the papers' formulas.
+        """Bytes that the sparse calls moved on the backend, as modeled (`Method.step_bytes`).
 
         If the method is SAAP, reading this property waits for the device.
         """
         with _lock:
-            return self.formula_bytes + (self.buckets.bytes if self.buckets else 0)
+            return self.modeled_bytes + (self.buckets.bytes if self.buckets else 0)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict that can be serialized as JSON."""
@@ -238,7 +238,7 @@ class Report(Counts):
             if self.drafts is not None and self.sparse_calls:
                 moved = (self.sparse_bytes + self.checked_bytes) / max(self.drafts.tokens, 1)
                 dense = _bytes(self._step_bytes()[1])
-                lines.append(f"  keys and values for each token: {_bytes(moved)}, dense {dense}, by formula")
+                lines.append(f"  keys and values for each token: {_bytes(moved)}, dense {dense}, modeled")
             return "\n".join(lines)
 
     def _lines(self, saving: str | None, most: int | None = None) -> list[str]:
@@ -248,8 +248,8 @@ class Report(Counts):
             share = self.sparse_bytes / self.dense_bytes
             sparse, dense = map(_bytes, self._step_bytes())
             lines.append(
-                f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes by formula "
-                f"({sparse} instead of {dense} per step)"
+                f"  sparse calls: {self.sparse_calls:,}, {share:.1%} of the dense bytes "
+                f"({sparse} instead of {dense} per step, modeled for {self.backend})"
             )
         elif not self.dense_calls and not (self.prefill and self.prefill.calls):
             lines.append("  attention calls: none")
@@ -263,7 +263,7 @@ class Report(Counts):
 
 
 _SUMMED = tuple(total.name for total in fields(Counts) if total.name != "device")
-_NOT_PRINTED = {"formula_bytes", "part", "kv_heads", "counted", "recalls", "device", "_counting"}
+_NOT_PRINTED = {"modeled_bytes", "part", "kv_heads", "counted", "recalls", "device", "_counting"}
 
 
 def listing(counts: Counter[str], most: int | None = None) -> str:

@@ -55,9 +55,6 @@ class Library(Protocol[Array]):
     def visit(self, bucket_ids: Array, visited: Array) -> dict[str, object]:
         """Check bucket ids and visited buckets. Return a dict of arguments for a backend's `saap_attention`."""
 
-    def count_blocks(self, blocks: Array) -> Any:
-        """Return the number of key blocks ``(B, Hq)`` that each query head attends to in ``blocks (B, Hq, R, N)``."""
-
 
 class Call(Generic[Array]):
     """A call of a public function. The constructor checks the arrays and selects the backend."""
@@ -154,11 +151,11 @@ class Call(Generic[Array]):
     def prefill(self, layout: Layout, **parameters: object) -> Any:
         """Run a prefill method. Return ``out``, and a `Stats` if ``return_stats`` is set."""
         rows = [array[:] for array in self.arrays]  # dequantizes a quantized KV cache
-        out, lse, blocks = self.load(self.function)(*rows, scale=self.scale, **parameters)
+        out, lse, found, *estimate = self.load(self.function)(*rows, scale=self.scale, **parameters)
         if not self.return_stats:
             return out
         # (sample.9)
-        density = self.library.count_blocks(blocks) / layout.causal_pairs
+        density = stats.attended_pairs(found) / layout.causal_pairs
         share, D = float(density.mean()), self.sizes.D
         moved, dense = stats.prefill_elements(layout, D, share), stats.prefill_elements(layout, D)
-        return out, Stats(moved, dense, share, self.recall(lse), density, layout.sampled_share)
+        return out, Stats(moved, dense, share, self.recall(lse), density, layout.sampled_share, 0.0, *estimate)

@@ -62,14 +62,20 @@ class Functions(DecodeFunctions[Array], PrefillFunctions[Array], SaapFunctions[A
             if unknown := settings.keys() - set(method.setting_names()):
                 name = attention.__name__
                 raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
-            config = method(**settings)
+            config, L, S = method(**(defaults | settings)), call.sizes.L, call.sizes.S
             if prefill:
-                return call.prefill(config.layout(call.sizes.L, call.sizes.S), **config.parameters())
+                layout = config.layout(L, S)
+                dense = config.dense_reason(L, S) is not None
+                return call.dense(layout) if dense else call.prefill(layout, **config.parameters())
             return call.decode(lambda S, D, top_k: config.elements(S, D), config.attended, **config.parameters())
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         own = inspect.signature(method).parameters
-        settings = [own[name].replace(kind=keyword) for name in method.setting_names()]
+        defaults = dict(method.function_defaults)
+        settings = [
+            own[name].replace(kind=keyword, default=defaults.get(name, own[name].default))
+            for name in method.setting_names()
+        ]
         if not prefill:
             settings.append(inspect.Parameter("left_padding", keyword, default=None, annotation="Array | None"))
         fixed = list(inspect.signature(attention).parameters.values())

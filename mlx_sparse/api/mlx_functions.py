@@ -59,9 +59,6 @@ class MLX:
             bucket_ids = bucket_ids.astype(mx.int16)  # int8 cannot represent the number of buckets
         return {"bucket_ids": bucket_ids, "visited": mx.where(again, -1, ascending), "buckets": max(largest + 1, 0)}
 
-    def count_blocks(self, blocks: mx.array) -> mx.array:
-        return (blocks >= 0).sum(axis=(2, 3))
-
 
 _functions = Functions(MLX())
 

@@ -53,10 +53,6 @@ class NumPy:
     def visit(self, bucket_ids: Array, visited: Array) -> dict[str, object]:
         return {"bucket_ids": bucket_ids, "visited": visited}
 
-    def count_blocks(self, blocks: Array) -> Array:
-        count: Array = (blocks >= 0).sum(axis=(2, 3))
-        return count
-
 
 _functions = Functions(NumPy())
 

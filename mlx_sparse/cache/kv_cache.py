@@ -70,7 +70,7 @@ class SparseQuantized(SparseCache):
             return keys, values, {"length": S}
         return keys.first(S), values.first(S), {}
 
-    def by_heads(self, run: Run, queries: mx.array, backend: str) -> tuple[mx.array, ...]:
+    def by_heads(self, run: Run, queries: mx.array, backend: str, *, packed: bool = False) -> tuple[mx.array, ...]:
         # Dequantize a few KV heads at a time, to use about `DEQUANTIZED_BYTES` bytes.
         keys, values, S = self.key_rows, self.value_rows, self.length
         B, Hkv, _, D = keys.shape
@@ -81,7 +81,8 @@ class SparseQuantized(SparseCache):
             if parts:
                 keys, values = keys.after(parts[-1][0]), values.after(parts[-1][0])
             kv, heads = slice(first, first + step), slice(first * G, (first + step) * G)
-            parts.append(run(heads, queries[:, heads], keys[:, kv, :S], values[:, kv, :S], length))
+            given: list[Any] = [rows.first(S, kv) if packed else rows[:, kv, :S] for rows in (keys, values)]
+            parts.append(run(heads, queries[:, heads], given[0], given[1], length))
         return tuple(mx.concatenate(list(found), axis=1) for found in zip(*parts, strict=True))
 
 

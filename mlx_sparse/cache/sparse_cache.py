@@ -183,11 +183,11 @@ class SparseCache:
         followed = {method: follow(method, state) for method, state in self.aux_states.items()}
         self.aux_states = {method: state for method, state in followed.items() if state is not None}
 
-    def step_bytes(self, config: Method, S: int) -> int:
-        """Return the bytes that a decode step over ``S`` keys moves, summed over all KV heads."""
+    def step_bytes(self, config: Method, S: int, G: int, backend: str) -> int:
+        """Return the bytes that a decode step over ``S`` keys moves on ``backend``, summed over all KV heads."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
-        return B * Hkv * config.step_bytes(S, D, itemsize=keys.itemsize, row_bytes=self.row_bytes)
+        return B * Hkv * config.step_bytes(S, D, itemsize=keys.itemsize, row_bytes=self.row_bytes, G=G, backend=backend)
 
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
         """Run one decode step with the method ``config``. See `Step` for the arguments and results."""
@@ -243,32 +243,42 @@ class SparseCache:
         return None if full else blocks
 
     def attend_prefill(
-        self, queries: mx.array, config: Prefill, *, scale: float, backend: str, blocks: mx.array | None = None
-    ) -> tuple[mx.array, mx.array, mx.array]:
+        self,
+        queries: mx.array,
+        config: Prefill,
+        *,
+        scale: float,
+        backend: str,
+        blocks: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> Attended:
         """Run a prefill chunk over this cache, which must not be a padded batch.
 
         Args:
             queries: ``(B, Hq, L, D)``. Write the chunk's keys and values to the cache before the call.
             config: prefill method with the parameters for this context length (`Prefill.at`).
             blocks: result of `select_prefill`; None to select the blocks in this call.
+            sinks: ``(Hq,)`` logits of attention sinks, for methods that select single keys. ``out`` is not rescaled.
 
         Returns:
-            ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` and the attended blocks ``(B, Hq, R, N)``. ``lse`` is the
-            log-sum-exp of the attended scores.
+            ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)``, the argument of `stats.attended_pairs`, and the estimated
+            attention recall ``(B, Hkv)`` if the method makes an estimate. ``lse`` is the log-sum-exp of the attended
+            scores.
         """
         name = config.name if blocks is None else "attend_blocks"
         function = registry.load(name, backend)
 
         def attend(heads: slice, queries: mx.array, keys: Rows, values: Rows, length: Length) -> Attended:
-            if blocks is None:
-                parameters = config.parameters()
-            else:
+            parameters = config.parameters()
+            if blocks is not None:
                 parameters = {"blocks": blocks[:, heads], "block_size": config.block_size}
+            elif config.selects_keys:
+                parameters["sinks"] = None if sinks is None else sinks[heads]
             found: Attended = function(queries, keys, values, scale=scale, **parameters, **length)
             return found
 
-        out, lse, *chosen = self.by_heads(attend, queries, backend)
-        return out, lse, chosen[0] if blocks is None else blocks
+        found = self.by_heads(attend, queries, backend, packed=config.selects_keys)
+        return found if blocks is None else (*found, blocks)
 
     def rows(self, backend: str, S: int | None = None) -> tuple[Any, Any, Length]:
         """Return keys, values and a dict of keyword arguments for a function of ``backend``.
@@ -281,7 +291,10 @@ class SparseCache:
             return self.key_rows, self.value_rows, {"length": S}
         return self.keys[..., :S, :], self.values[..., :S, :], {}
 
-    def by_heads(self, run: Run, queries: mx.array, backend: str) -> tuple[mx.array, ...]:
-        """Call ``run`` on ``queries (B, Hq, L, D)`` and this cache's rows. Subclasses may run a few heads at a time."""
+    def by_heads(self, run: Run, queries: mx.array, backend: str, *, packed: bool = False) -> tuple[mx.array, ...]:
+        """Call ``run`` on ``queries (B, Hq, L, D)`` and this cache's rows. Subclasses may run a few heads at a time.
+
+        If ``packed`` is True, ``run`` gets the rows of a quantized cache as `PackedRows`.
+        """
         keys, values, length = self.rows(backend)
         return run(slice(None), queries, keys, values, length)

@@ -68,6 +68,7 @@ class Method:
         reads: description of the data that a decode method reads for each new token, or a prefill method attends to.
         plot_style: color and marker in plots. The colors are safe for color-blind readers.
         presets: dict from the name of a preset to the settings of the preset, which are a dict by setting name.
+        function_defaults: defaults of the public function that differ from the defaults of the settings.
         limits: dict from the name of each integer setting to the smallest value of the setting.
         budget_setting: name of the setting that is adjusted to reach a transfer budget; empty if none can be.
         sparse: True if the method skips keys; False for dense attention.
@@ -81,6 +82,7 @@ class Method:
     reads: ClassVar[str]
     plot_style: ClassVar[tuple[str, str]] = ("#666666", "o")
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    function_defaults: ClassVar[Mapping[str, Any]] = {}
     limits: ClassVar[Mapping[str, int]] = {}
     budget_setting: ClassVar[str] = ""
     sparse: ClassVar[bool] = True
@@ -202,10 +204,15 @@ class Method:
         """Return the number of complete key and value rows that a decode step over ``S`` keys reads per KV head."""
         return 2 * min(self.attended, S)
 
-    def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
+    def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int, G: int, backend: str) -> int:
         """Return the number of bytes that a decode step over ``S`` keys of head dim ``D`` moves per KV head.
 
-        ``itemsize`` is the size of an element in bytes. ``row_bytes`` is the size of one key (or value) row in bytes.
+        The papers' formula counts `elements`. Methods add the buffers that ``backend`` writes and reads back.
+
+        Args:
+            itemsize: size of an element in bytes.
+            row_bytes: size of one key (or value) row in bytes.
+            G: number of query heads per KV head.
         """
         rows = self.rows(S)
         return itemsize * (self.elements(S, D) - rows * D) + rows * row_bytes
@@ -245,9 +252,14 @@ class Dense(Method):
 
 @dataclass(frozen=True)
 class Prefill(Method):
-    """Base class of the prefill methods."""
+    """Base class of the prefill methods.
+
+    Attributes:
+        selects_keys: True if the method's functions take attention sinks and quantized keys and values.
+    """
 
     stage: ClassVar[str] = "prefill"
+    selects_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

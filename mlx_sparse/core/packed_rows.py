@@ -63,9 +63,9 @@ class PackedRows:
         """Bytes of one key (or value) row of one head."""
         return self.codes.shape[3] * 4 + self.scales.shape[3] * 2 * self.itemsize
 
-    def first(self, S: int) -> PackedRows:
-        """Return the first ``S`` rows of each sequence."""
-        return self.from_parts([part[:, :, :S] for part in self.parts], self.bits)
+    def first(self, S: int, heads: slice = slice(None)) -> PackedRows:
+        """Return the first ``S`` rows of each sequence and of each head in ``heads``."""
+        return self.from_parts([part[:, heads, :S] for part in self.parts], self.bits)
 
     @property
     def parts(self) -> tuple[mx.array, mx.array, mx.array]:

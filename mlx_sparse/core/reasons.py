@@ -28,6 +28,7 @@ SHORT_SEQUENCES = "for the short sequences of a batch"
 NOTHING_SAVED = "where selecting keys would cost more than it saves"
 TOO_FULL = "with too many selected key blocks"
 ALPHA_OF_ONE = "with alpha_column=1 or alpha_slash=1"
+ALL_KEPT = "with all earlier keys selected"
 ALL_SAMPLED = "with sampled queries in every row block"
 LARGE_SAMPLE = "with more than an eighth of the queries sampled"
 

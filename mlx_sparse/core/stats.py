@@ -83,6 +83,18 @@ def saap_elements(D: int, attended: int, *, network: int = 0) -> int:
     return 2 * attended * D + attended + 2 * D + network
 
 
+def attended_pairs(found: Any) -> Any:
+    """Return the number of pairs ``(B, Hq)`` of a row block and a key block that each query head attends to.
+
+    Args:
+        found: third result of a prefill function: the key blocks ``(B, Hq, R, N)`` of each row block, the number of
+            key blocks ``(B, Hq, R)``, or the number of pairs.
+    """
+    if found.ndim == 4:
+        found = (found >= 0).sum(axis=3)
+    return found.sum(axis=2) if found.ndim == 3 else found
+
+
 def prefill_elements(layout: Layout, D: int, density: float | None = None) -> int:
     """Return the number of elements that a prefill chunk moves per query head (sample.10).
 

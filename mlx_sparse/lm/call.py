@@ -19,6 +19,7 @@ from ..cache.sparse_cache import SparseCache
 from ..core import reasons, registry
 from ..core.decide import Facts, chunk_refusal, refusal
 from ..core.packed_rows import PackedRows, Rows
+from ..core.stats import attended_pairs
 from ..model_info import leaves
 from . import dense
 from .plan import LayerPlan, Plan, Probe, layer_reason
@@ -195,7 +196,7 @@ class Call:
         counts.sparse_calls += 1
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # S keys and values are read, one is written
         # Round for each head, so that tensor-parallel ranks together count the same bytes as one process.
-        counts.formula_bytes += layer.heads * round(fixed + per_key * S)
+        counts.modeled_bytes += layer.heads * round(fixed + per_key * S)
         out, lse, *estimate = layer.step(queries, cache, S, scale, self.hooks)
         if estimate and layer.index >= 0 and S % SAMPLED_STEPS == 0:
             (recall,) = estimate
@@ -258,7 +259,7 @@ class Call:
         if L > 1:
             reason = chunk_refusal(self.plan.prefill, facts, L, S)
             if reason is None:
-                attended = self._attend_chunk(queries, keys, cache, scale, layer_index)
+                attended = self._attend_chunk(queries, keys, cache, scale, sinks, layer_index)
                 if attended is not None:
                     out, lse = attended
                     return out if sinks is None else dense.with_sinks(out, lse, sinks)
@@ -293,7 +294,13 @@ class Call:
         )
 
     def _attend_chunk(
-        self, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, layer_index: int
+        self,
+        queries: mx.array,
+        keys: Rows,
+        cache: SparseCache,
+        scale: float,
+        sinks: mx.array | None,
+        layer_index: int,
     ) -> tuple[mx.array, mx.array] | None:
         """Run the prefill method on a prefill chunk.
 
@@ -315,11 +322,14 @@ class Call:
             blocks = cache.select_prefill(queries, config, scale=scale, backend=backend, max_density=max_density)
             if blocks is None:
                 return None
-        out, lse, blocks = cache.attend_prefill(queries, config, scale=scale, backend=backend, blocks=blocks)
-        arrays = [(blocks >= 0).sum(axis=(2, 3))]
+        options: dict[str, Any] = {"scale": scale, "backend": backend, "blocks": blocks, "sinks": sinks}
+        out, lse, found, *estimate = cache.attend_prefill(queries, config, **options)
+        arrays = {"attended": attended_pairs(found)}
+        if estimate:
+            arrays["estimate"] = estimate[0].mean()
         if plan.recall:
             dense_lse = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
-            arrays += recall_arrays(mx.exp(lse - dense_lse))
+            arrays |= recall_arrays(mx.exp(lse - dense_lse))
         self.counts.later("prefill", PrefillStatistics.read, (layer_index, config.layout(L, S)), arrays)
         return out, lse
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -177,11 +178,10 @@ class Plan:
         measured_at = self.calibration.shortest_measured(config) if waits else None
         decision = decide(config, replace(facts, estimate=estimate, measured_at=measured_at), lengths)
         heads = keys.shape[0] * keys.shape[1]
-        moved, later = (
-            (cache.step_bytes(config, position) if hooks is None else hooks.formula_bytes(cache, position)) // heads
-            for position in (S, S + SPAN)
-        )
-        per_key, G = (later - moved) / SPAN, facts.G
+        G = facts.G
+        step_bytes = partial(cache.step_bytes, config) if hooks is None else partial(hooks.step_bytes, cache)
+        moved, later = (step_bytes(position, G, backend) // heads for position in (S, S + SPAN))
+        per_key = (later - moved) / SPAN
         step = cache.bind(config, G, backend) if hooks is None else hooks.bind(cache, G, backend, decision.served)
         return LayerPlan(
             self,

@@ -74,7 +74,8 @@ class PrefillStatistics(Sums):
     Attributes:
         calls: number of sparse calls.
         queries: number of query positions in the sparse calls.
-        sampled_queries: number of query positions that were scored to select blocks.
+        sampled_queries: number of query positions that were scored to select blocks or keys.
+        estimated: sum over the query positions of the attention recall that the method estimates from its samples.
         layers: dict from the index of a layer's cache to the sums of the layer.
         histogram: for each of `BINS` bins of attention recall, the number of queries whose recall is in the bin.
     """
@@ -82,6 +83,7 @@ class PrefillStatistics(Sums):
     calls: int = 0
     queries: int = 0
     sampled_queries: float = 0.0
+    estimated: float = 0.0
     layers: Mapping[int, LayerStatistics] = field(default_factory=dict)
     histogram: Histogram = field(default_factory=lambda: np.zeros(BINS, np.int64))
 
@@ -117,6 +119,8 @@ class PrefillStatistics(Sums):
             if (layer := self.layers[index]).rows:
                 layers[-1]["recall"] = {"mean": 1.0 - layer.lost / layer.rows, "min": layer.least}
         found: dict[str, Any] = {"calls": self.calls, "sampled": self.sampled, "layers": layers}
+        if self.estimated:
+            found["estimated_recall"] = self.estimated / self.queries
         if layers:
             by_layer, by_head = [entry["density"] for entry in layers], [d for entry in layers for d in entry["heads"]]
             found["density"] = {"mean": fmean(by_layer), "min": min(by_head), "max": max(by_head)}
@@ -131,6 +135,8 @@ class PrefillStatistics(Sums):
             f"  sparse prefill calls: {self.calls:,}, {self.sampled:.1%} of the queries sampled",
             f"  density: {fmean(densities):.1%}, by layer {min(densities):.1%} to {max(densities):.1%}",
         ]
+        if self.estimated:
+            lines[-1] += f"; estimated attention recall {self.estimated / self.queries:.3f}"
         if (recall := self.recall) is not None:
             lines.append(
                 f"  attention recall: mean {recall['mean']:.4f}, at least {recall['low']:.3f} for 99% of the queries "
@@ -139,31 +145,32 @@ class PrefillStatistics(Sums):
         return lines
 
     @classmethod
-    def read(cls, entries: list[tuple[tuple[int, Layout], list[mx.array]]]) -> PrefillStatistics:
+    def read(cls, entries: list[tuple[tuple[int, Layout], dict[str, mx.array]]]) -> PrefillStatistics:
         """Return the statistics of calls. The data of an entry are the index of the layer's cache and the layout.
 
-        The arrays are the numbers of attended block pairs ``(B, Hq)``, followed by the result of `recall_arrays` if the
-        recall was measured.
+        The arrays are the numbers of attended block pairs ``(B, Hq)``, the mean of the method's estimated recall if the
+        method makes an estimate, and the result of `recall_arrays` if the recall was measured.
         """
         found = cls()
         for (index, layout), arrays in entries:
-            attended, *recall = map(np.array, arrays)
+            attended = np.array(arrays["attended"])
             pairs, heads = len(attended) * layout.causal_pairs, attended.sum(axis=0, dtype=np.int64).tolist()
             measured: list[Any] = []
-            if recall:
-                lost, least, counts = recall
-                measured = [attended.size * layout.L, float(lost), float(least)]
-                found = replace(found, histogram=found.histogram + counts)
+            if "lost" in arrays:
+                measured = [attended.size * layout.L, float(arrays["lost"]), float(arrays["least"])]
+                found = replace(found, histogram=found.histogram + np.array(arrays["histogram"]))
             layer = LayerStatistics(pairs, tuple(heads), *measured)
-            found += cls(1, layout.L, layout.L * layout.sampled_share, {index: layer})
+            estimated = layout.L * float(arrays.get("estimate", 0.0))
+            found += cls(1, layout.L, layout.L * layout.sampled_share, estimated, {index: layer})
         return found
 
 
-def recall_arrays(recall: mx.array) -> list[mx.array]:
+def recall_arrays(recall: mx.array) -> dict[str, mx.array]:
     """Return the sum of 1 - ``recall (B, Hq, L)``, the smallest recall, and the histogram of the recall."""
     # The recall is NaN if the model overflows. The histogram counts NaN as 0.
     bins = mx.clip(mx.where(mx.isnan(recall), 0.0, recall) * BINS, 0, BINS - 1).astype(mx.int32).flatten()
-    return [(1.0 - recall).sum(), recall.min(), mx.zeros(BINS, mx.int32).at[bins].add(1)]
+    histogram = mx.zeros(BINS, mx.int32).at[bins].add(1)
+    return {"lost": (1.0 - recall).sum(), "least": recall.min(), "histogram": histogram}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ..core.base import Dense as Dense
     from .baselines.config import *
+    from .gather.config import *
     from .patterns.config import *
     from .saap.config import *
     from .sample.config import *
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "..core.base": "Dense",
     ".baselines.config": "FlexGen H2O OracleTopK Quest Streaming",
+    ".gather.config": "Gather",
     ".patterns.config": "BigBird HashSparse HyperAttention MInference StreamingPrefill",
     ".saap.config": "SAAP",
     ".sample.config": "Sample SampleRange",

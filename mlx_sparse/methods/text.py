@@ -11,6 +11,7 @@ from pathlib import Path
 from ..checks import ConfigError, did_you_mean
 from ..core.base import Dense, Method, read_value
 from .baselines.config import BASELINES
+from .gather.config import Gather
 from .patterns.config import PATTERNS
 from .saap.config import SAAP
 from .sample.config import Sample
@@ -24,7 +25,7 @@ else:  # Python 3.10
 MAX_TOML_BYTES = 1 << 20  # a larger file is probably a model file that was named by mistake
 
 METHODS: Mapping[str, type[Method]] = {
-    method.name: method for method in (Dense, SparQ, SAAP, Sample, *BASELINES, *PATTERNS)
+    method.name: method for method in (Dense, SparQ, SAAP, Sample, Gather, *BASELINES, *PATTERNS)
 }
 
 

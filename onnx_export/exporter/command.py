@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif made.sparse_from is not None and made.sparse_from > made.max_length:
         print(
             f"All decode steps are dense, because they become sparse at {made.sparse_from} keys and the caches have "
-            f"{made.max_length}. Set a larger --max-length or a smaller dense_below."
+            f"{made.max_length}. Set a larger --max-length, or --native if only native kernels run the file."
         )
     return 0
 
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="METHOD[:KEY=VALUE,...]",
         help="'dense'; 'sparq' or 'saap' for decoding; 'sample' for prefill; or both, such as 'sample+sparq'. "
         "Parameters follow a colon: 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq, which "
-        "stores a second copy of the keys; 'sparq:key_bits=4' with --native stores int4 scoring keys instead).",
+        "stores a second copy of the keys, or int4 scoring keys with --native).",
     )
     parser.add_argument(
         "--attn-config",
@@ -83,14 +83,14 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="Decode steps with fewer than N keys are dense. Same as dense_below=N in --method (default: computed from "
-        "the head dim, see docs/onnx.md).",
+        "the shape of the layers, see docs/onnx.md).",
     )
     parser.add_argument(
         "--max-length",
         type=int,
         metavar="N",
         help="Maximum number of prompt and generated tokens together. The caches have space for N tokens, "
-        "rounded up to whole chunks (default: the limit of the model, at most 4096).",
+        "rounded up to whole chunks (default: the limit of the model, at most 16384).",
     )
     parser.add_argument(
         "--dtype",
@@ -109,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--native",
         action="store_true",
-        help="Allow operators that only the native kernels of this package run. Required for key_bits=4.",
+        help="Only the native kernels of this package will run the file. It gets the settings of --attn: int4 scoring "
+        "keys, and sparse decode steps from shorter contexts on.",
     )
     parser.add_argument(
         "--no-genai",

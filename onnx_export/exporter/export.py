@@ -24,7 +24,7 @@ from mlx_sparse.methods import Sample, load_toml, parse
 
 from .. import build
 from ..compose import inline as inlined
-from ..defaults import IN_FILES, SAMPLE_CHUNK, lanes_for
+from ..defaults import FOR_ALL, SAMPLE_CHUNK, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..runtime import native as kernels
 from ..runtime.genai import eos_tokens, write_config
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _NAMES = [kind.name for kind in DECODE]
 EXPORTED = [*_NAMES, Sample.name, *(f"{Sample.name}+{name}" for name in _NAMES if name != Dense.name)]
 MOST = 2**31 - 1  # largest number of tokens
-MAX_LENGTH = 4096  # default of --max-length if the model allows it
+MAX_LENGTH = 16_384  # default of --max-length if the model allows it
 # Tokenizer files, which are copied if the model has them.
 TOKENIZER = (
     "tokenizer.json",
@@ -104,7 +104,8 @@ def export(
             model. If you set float32, quantized weights are dequantized.
         compat: write opset 18 and IR 8 instead of opset 24 and IR 11.
         inline: replace the operators with their function bodies, for runtimes that do not support local functions.
-        native: allow operators that only the native kernels run. ``key_bits=4`` needs such operators.
+        native: the file will run with the native kernels only. Its settings are then those of ``--attn``, with int4
+            scoring keys, and its decode steps are sparse from shorter contexts on.
         genai: write genai_config.json, unless ``inline`` is set.
 
     Raises:
@@ -113,7 +114,7 @@ def export(
         BackendUnavailable: the file needs native kernels for its verification, and this machine has none.
         OSError: ``out`` cannot be written.
     """
-    prompts, config = methods_of(method, attn_config)
+    prompts, config = methods_of(method, attn_config, native=native)
     if dense_below is not None:
         config = _with_dense_below(config, dense_below)
     _check_native(config, native=native, inline=inline)
@@ -127,7 +128,7 @@ def export(
     family = family_of(settings)
     check_modules(loaded, dequantize=dtype == "float32")
     length = length_of(settings, max_length)
-    decode = DECODE[type(config)].resolve(config, loaded)
+    decode = DECODE[type(config)].resolve(config, loaded, native=native)
     target = Target(
         decode,
         max_length=length,
@@ -184,9 +185,10 @@ def _check_native(config: Method, *, native: bool, inline: bool) -> None:
     kernels.library_path()
 
 
-def methods_of(text: str, attn_config: str | Path | None) -> tuple[Sample | None, Method]:
+def methods_of(text: str, attn_config: str | Path | None, *, native: bool) -> tuple[Sample | None, Method]:
     """Parse ``--method`` (``text``) and ``--attn-config`` into the prefill method (or None) and the decode method."""
-    base = {**IN_FILES, **(load_toml(attn_config, IN_FILES) if attn_config is not None else {})}
+    defaults = {} if native else FOR_ALL
+    base = {**defaults, **(load_toml(attn_config, defaults) if attn_config is not None else {})}
     names = [part.partition(":")[0].strip() for part in text.split("+")]
     if set(names) not in [set(known.split("+")) for known in EXPORTED]:
         known = f"{', '.join(EXPORTED[:-1])} or {EXPORTED[-1]}, with [:key=value,...]"

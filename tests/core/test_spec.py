@@ -19,13 +19,15 @@ SAAP, SAMPLE = ((SPEC / name).read_text(encoding="utf-8") for name in ("saap.md"
 def test_the_training_defaults_of_saap_are_the_documented_ones() -> None:
     given = run._parser().parse_args(["-o", "x.safetensors"])
     training = Training(hidden=0)
-    assert given.steps == training.steps
+    for name in ("steps", "batch", "rate", "start", "one_text"):
+        assert getattr(given, name) == getattr(training, name)
     for row in (
-        f"| texts | {given.windows} of the model's context, at most {run.LONGEST:,} tokens |",
-        "| hidden units | 2 D |",
-        f"| steps of Adam | {training.steps} |",
-        f"| queries per step | {training.batch} per KV head, from all texts |",
-        f"| learning rate | {training.rate:.0e}, falling to 0 by half a cosine |".replace("e-0", "e-"),
+        f"| texts | `--windows`, `--context` | {given.windows} of the model's context, "
+        f"at most {run.LONGEST:,} tokens |",
+        "| hidden units | `--hidden` | 2 D |",
+        f"| steps of Adam | `--steps` | {training.steps} |",
+        f"| queries per step | `--batch` | {training.batch} per KV head |",
+        f"| learning rate | `--rate` | {training.rate:.0e}, falling to 0 by half a cosine |".replace("e-0", "e-"),
     ):
         assert row in SAAP
     assert training.rate_at(training.steps) == 0

@@ -102,20 +102,21 @@ def test_latent_attention_is_refused_with_the_reason(family: str, reason: str):
         mlx_sparse.enable(build(family), "sparq:rank=4")
 
 
-def test_report_counts_the_bytes_of_the_formulas():
+def test_report_counts_the_bytes_of_a_step():
     model = build()
     with mlx_sparse.sparse(model, "sparq:rank=3,top_k=4,key_bits=16") as report:
         greedy(model, prompt_of(PROMPT), 1)
-    layers, kv_heads, S, D, size = 2, 2, PROMPT + 1, 16, 4
+    layers, kv_heads, G, S, D, size = 2, 2, 2, PROMPT + 1, 16, 4
     assert report.sparse_calls == layers
     assert report.dense_bytes == layers * kv_heads * size * (2 * S * D + 2 * D)
-    assert report.sparse_bytes == layers * kv_heads * size * (3 * S + 2 * 4 * D + 4 * D)
+    scores = 2 * G * S  # written and read
+    assert report.sparse_bytes == layers * kv_heads * size * (3 * S + scores + 2 * 4 * D + 4 * D)
 
 
 @pytest.mark.parametrize("family", ["llama", "nanochat", *sorted(WITH_QK_NORM)])
-def test_component_score_of_16_bit_keys_depends_on_the_qk_norm(family: str):
+def test_component_score_depends_on_the_qk_norm(family: str):
     """Test families with and without q/k-norm. The norm of nanochat has no weights."""
-    with mlx_sparse.sparse(build(family), f"{SPARSE},key_bits=16") as report:
+    with mlx_sparse.sparse(build(family, num_key_value_heads=4), SPARSE) as report:
         pass
     assert ("component_score=query_key" in report.attn) == (family != "llama")
 

@@ -152,6 +152,6 @@ def test_the_report_counts_bytes_per_token() -> None:
     report = Report(attn="sparq", backend="ops", model_type="llama")
     report.served_layers = 1
     drafts = DraftStatistics(checks=2, examined=(2, 1), accepted=(1, 1), drafted=4)
-    report.add(Counts(2, formula_bytes=100, dense_bytes=1000, checked_bytes=500, drafts=drafts))
-    assert "keys and values for each token: 150 B, dense 500 B, by formula" in str(report)
+    report.add(Counts(2, modeled_bytes=100, dense_bytes=1000, checked_bytes=500, drafts=drafts))
+    assert "keys and values for each token: 150 B, dense 500 B, modeled" in str(report)
     assert json.loads(json.dumps(report.as_dict()))["drafts"]["accepted"] == [1, 1]

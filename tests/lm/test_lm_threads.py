@@ -139,7 +139,7 @@ def test_threads_that_add_to_a_report_lose_no_count():
         thread.start()
     for thread in threads:
         thread.join()
-    assert (report.sparse_calls, report.formula_bytes, report.dense_bytes) == (16000, 32000, 48000)
+    assert (report.sparse_calls, report.modeled_bytes, report.dense_bytes) == (16000, 32000, 48000)
     assert report.dense_calls == {"here": 16000}
 
 

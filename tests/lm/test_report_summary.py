@@ -42,7 +42,7 @@ def test_summary_has_at_most_eight_lines_and_the_full_report_has_all_reasons(sta
 
 def test_saving_is_a_share_of_all_bytes_of_a_step():
     # 10 steps of 2 layers: 100 dense bytes and 40 sparse bytes for each step, beside 140 bytes of weights
-    found = report(Counts(20, formula_bytes=400, dense_bytes=1000), weight_bytes=140)
+    found = report(Counts(20, modeled_bytes=400, dense_bytes=1000), weight_bytes=140)
     assert found.saved_share == pytest.approx(60 / 240)
     assert "  estimated saving: 25% of the bytes of a decode step, with the weights" in found.summary()
 

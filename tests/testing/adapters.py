@@ -144,6 +144,15 @@ class Arrays(ABC):
         blocks = self.load("sample_select")(*given[:2], **case.parameters, **self.length(case.S))
         return self.result(blocks, out, lse, case)
 
+    def gather(self, case: SampleCase) -> tuple[Result, Array, Array]:
+        """Return the result of `gather`, the number of attended pairs and the estimated attention recall."""
+        q, k, v = self.arrays(case)
+        out, lse, *more = self.load("gather")(
+            q, self.cached(k), self.cached(v), **case.parameters, **self.length(case.S)
+        )
+        pairs, recall = map(self.numpy, more)
+        return self.result(None, out, lse, case), pairs, recall
+
     def sample_scores(self, case: SampleCase, **more: Any) -> list[Array]:
         """Return two arrays of SampleAttention: the scores of the key blocks and the scores of the offset bins."""
         q, k, _ = self.arrays(case)

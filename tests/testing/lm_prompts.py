@@ -65,13 +65,13 @@ def batch(model: Any, tokenizer: TokenizerWrapper, lengths: list[int], **options
 class PrefillCall:
     """Arguments and results of one sparse prefill call."""
 
-    def __init__(self, cache: SparseCache, queries: mx.array, config: Prefill, result: tuple[mx.array, ...]) -> None:
-        rows = cache.length
-        self.cache, self.config = cache, config
-        self.q, self.k, self.v = (
-            np.array(x) for x in (queries, cache.keys[..., :rows, :], cache.values[..., :rows, :])
-        )
-        self.out, self.lse, self.blocks = (np.array(array) for array in result)
+    def __init__(
+        self, cache: SparseCache, queries: mx.array, config: Prefill, result: tuple[mx.array, ...], options: Any
+    ) -> None:
+        self.cache, self.config, self.options = cache, config, options
+        rows = (every[:, :, : cache.length] for every in (cache.key_rows, cache.value_rows))
+        self.q, self.k, self.v = map(np.array, (queries, *rows))
+        self.out, self.lse, self.blocks, *_ = (np.array(array) for array in result)
 
     @property
     def L(self) -> int:
@@ -94,7 +94,7 @@ def record_prefill_calls(monkeypatch: pytest.MonkeyPatch) -> list[PrefillCall]:
 
     def recording(cache: SparseCache, queries: mx.array, config: Any, **options: Any) -> Any:
         result = attend_prefill(cache, queries, config, **options)
-        found.append(PrefillCall(cache, queries, config, result))
+        found.append(PrefillCall(cache, queries, config, result, options))
         return result
 
     monkeypatch.setattr(SparseCache, "attend_prefill", recording)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import reference
 from cases import Array, assert_same_selection, plain_attention, plain_reallocation, plain_scores, row_sum, ulp
-from sample_cases import SampleCase, attended, kept_bounds, logit_error, plain_blocks_attention
+from sample_cases import SampleCase, attended, kept_bounds, logit_error, plain_masked_attention
 
 from mlx_sparse import oracle
 from mlx_sparse.core.base import Method, Prefill
@@ -263,7 +263,8 @@ class RecordedCall:
         self.ties += not np.array_equal(sure, possible)
         sizes = {"block_size": config.block_size, "scale": self.scale}
         expected, lse = oracle.blocks.attend_blocks(*self.arrays, blocks, **sizes)
-        self._close(expected, lse, [(plain_blocks_attention(case, *self.arrays, blocks), case.plain_lse(blocks))])
+        plain = plain_masked_attention(case, *self.arrays, attended(blocks, case))
+        self._close(expected, lse, [(plain, case.plain_lse(blocks))])
 
     def _close(self, expected: Array, lse: Array, plains: Iterable[tuple[Array, Array]]) -> None:
         """Assert that ``out`` is as accurate as a plain float32 computation.

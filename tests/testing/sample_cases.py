@@ -197,10 +197,12 @@ def attended(blocks: Array, case: SampleCase) -> Array:
     return (mask & (key <= position[:, None])).reshape(case.B, case.Hkv, case.Hq // case.Hkv, case.L, case.S)
 
 
-def plain_blocks_attention(case: SampleCase, q: Array, k: Array, v: Array, blocks: Array) -> Array:
-    """Attend to the listed blocks and round every step to the case's type. The result's error sets the tolerance."""
+def plain_masked_attention(case: SampleCase, q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """Attend where ``mask`` is True and round every step to the case's type. The result's error sets the tolerance.
+
+    ``mask (B, Hkv, G, L, S)`` is that of `attended`.
+    """
     dtype = case.dtype
-    mask = attended(blocks, case)
     grouped = round_to(q.reshape(*mask.shape[:4], case.D) * np.float32(case.scale), dtype)
     scores = round_to(matmul(grouped, k[:, :, None].swapaxes(-1, -2)), dtype)
     scores = np.where(mask, scores, -np.inf)
@@ -215,7 +217,7 @@ def assert_attends(out: Any, lse: Any, case: SampleCase, blocks: Array) -> None:
     """Assert that ``out`` is the result of attention over ``blocks``. If ``lse`` is set, check it too."""
     q, k, v = case.inputs()
     expected, expected_lse = oracle.blocks.attend_blocks(q, k, v, blocks, block_size=case.block_size, scale=case.scale)
-    assert_as_good_as_plain(out, expected, plain_blocks_attention(case, q, k, v, blocks), case.dtype)
+    assert_as_good_as_plain(out, expected, plain_masked_attention(case, q, k, v, attended(blocks, case)), case.dtype)
     if lse is None:
         return
     got = np.asarray(lse, dtype=np.float64)

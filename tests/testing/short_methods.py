@@ -15,6 +15,7 @@ SETTINGS = {
     **{"rank": 4, "top_k": 16, "page_size": 4, "dense_below": 0},
     **{"mode": "online", "buckets": BUCKETS, "probes": 3, "recent_tokens": 16, "merge_every": 8, "dense_layers": 0},
     **{"block_size": 32, "alpha_column": 0.3, "alpha_slash": 0.3, "window": 0.3},
+    **{"share": 0.3, "chunk": 16, "samples": 4, "exact_tail": 3},
     **{"bucket_size": 16, "sampled_keys": 8, "exact_rows": 32},
 }
 

@@ -45,9 +45,9 @@ class CallHooks:
         """Return the fields of `methods.Step` that the shapes of queries and keys do not determine."""
         return {}
 
-    def formula_bytes(self, cache: SparseCache, position: int) -> int:
+    def step_bytes(self, cache: SparseCache, position: int, G: int, backend: str) -> int:
         """Return the bytes that a decode step at ``position`` moves, excluding the keys that the device counts."""
-        return cache.step_bytes(self.config, position)
+        return cache.step_bytes(self.config, position, G, backend)
 
     def bind(self, cache: SparseCache, G: int, backend: str, served: list[int]) -> Step:
         """Return a function that runs decode steps of a layer in this and in later forward passes.

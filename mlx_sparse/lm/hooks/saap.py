@@ -213,7 +213,7 @@ class Indices(CallHooks):
             network = cache.key_rows.shape[1] * cache.key_rows.shape[3] * router.buckets * cache.key_rows.itemsize
         return {"buckets": router.buckets, "network": network // cache.key_rows.shape[1]}
 
-    def formula_bytes(self, cache: SparseCache, position: int) -> int:
+    def step_bytes(self, cache: SparseCache, position: int, G: int, backend: str) -> int:
         """Return the bytes that a decode step moves, excluding the attended keys, which the device counts."""
         B, Hkv, _, D = cache.key_rows.shape
         known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])

@@ -52,7 +52,7 @@ class SparQ(Method):
             (docs/spec/sparq.md).
         component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
             keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
-            scales, and for grouped query heads with quantized scoring keys. Otherwise "auto" is "query".
+            scales, and for grouped query heads. Otherwise "auto" is "query".
         key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4. An int4 copy of the keys
             needs about a quarter of the transfers and memory of a 16-bit copy (docs/spec/sparq.md).
             docs/results/quality.md reports the loss of quality.
@@ -111,7 +111,7 @@ class SparQ(Method):
         return {setting: getattr(config, setting) for setting in ("component_score", "key_bits", "reallocate")}
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> SparQ:
-        auto = "query_key" if qk_norm or (self.key_bits < 16 and grouped) else "query"
+        auto = "query_key" if qk_norm or grouped else "query"
         score = auto if self.component_score == "auto" else self.component_score
         mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
         return dataclasses.replace(self, component_score=score, reallocate=mixes)
@@ -150,9 +150,9 @@ class SparQ(Method):
         packed = step.packed is not None
         by_rows = self.scores_rows(packed=packed)
         coded = self.key_bits < 16 and not by_rows
-        narrow = (packed if by_rows else coded) and not self.reallocates(step.G)
         scored = self.rank * ((2 * self.key_bits + 1) / 16 if coded else step.itemsize)
-        per_key = 2 * step.row_bytes - (step.row_bytes if by_rows else scored) - 2 * (1 if narrow else 4) * step.G
+        per_key = 2 * step.row_bytes - (step.row_bytes if by_rows else scored)
+        per_key -= self._score_bytes(step.G, packed=packed, backend="metal")
         if per_key <= 0:
             return NEVER
         fixed = 2 * (self.top_k + 1) * step.row_bytes
@@ -161,12 +161,22 @@ class SparQ(Method):
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k, key_bits=self.key_bits)
 
-    def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int) -> int:
-        if not self.scores_rows(packed=row_bytes < D * itemsize):
-            return super().step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes)
-        every = dataclasses.replace(self, rank=D, key_bits=16, score="copy")
-        moved = every.step_bytes(S, D, itemsize=itemsize, row_bytes=row_bytes)
-        return moved - S * (D * itemsize - row_bytes)  # the quantized rows are scored
+    def _score_bytes(self, G: int, *, packed: bool, backend: str) -> int:
+        """Return the bytes per key of the score buffer, which one pass over the keys writes and the next pass reads.
+
+        The scores are float32. The Metal kernels store them as 8-bit codes if the precision suffices.
+        """
+        coded = packed if self.scores_rows(packed=packed) else self.key_bits < 16
+        return 2 * G * (1 if backend == "metal" and coded and not self.reallocates(G) else 4)
+
+    def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int, G: int, backend: str) -> int:
+        packed = row_bytes < D * itemsize
+        if self.scores_rows(packed=packed):
+            scored = row_bytes
+        else:  # int4 scoring keys have the same size for every type of cache
+            scored = self.rank * (itemsize if self.key_bits == 16 else (2 * self.key_bits + 1) / 16)
+        per_key = scored + self._score_bytes(G, packed=packed, backend=backend)
+        return round(S * per_key) + self.rows(S) * row_bytes + 4 * D * itemsize
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
         """Spend half of the budget on scores and half on attention.

@@ -264,10 +264,11 @@ class MlxStep(MlxVariant):
         return cache.attend(queries, self.config, scale=self.case.shape.D**-0.5, backend=self.backend)[0]
 
     def bytes(self) -> int:
-        """Return the number of bytes that a decode step moves in one layer, according to the method's formula."""
+        """Return the modeled number of bytes that a decode step moves in one layer."""
         case, D = self.case, self.case.shape.D
         row = Step(case.rows, case.shape.G, D, case.item, packed=(self.bits, GROUP) if self.bits else None).row_bytes
-        return int(case.rows * self.config.step_bytes(case.S, D, itemsize=case.item, row_bytes=row))
+        sizes: dict[str, Any] = {"itemsize": case.item, "row_bytes": row, "G": case.shape.G, "backend": self.backend}
+        return int(case.rows * self.config.step_bytes(case.S, D, **sizes))
 
 
 class SaapStep(MlxStep):

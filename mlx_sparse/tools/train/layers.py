@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,8 @@ class Recipe:
 def make_layer(texts: Texts, recipe: Recipe, *, progress: tqdm = None) -> tuple[Layer, list[Rows]]:
     """Train one layer. Return centroids and query networks in float16, and the training rows of each KV head."""
     centroids = make_centroids(texts, recipe)
+    if not recipe.training.steps:
+        recipe = replace(recipe, max_rows=0)  # a head without rows keeps the k-means router
     ids = bucket_ids(texts.pre_rope_keys, centroids)
     rows = [head_rows(texts, ids, head, recipe) for head in range(texts.heads)]
     layer = train_layer(rows, centroids, recipe.training, scale=texts.scale, progress=progress)
@@ -168,16 +170,13 @@ def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], 
     head.
     """
     texts = texts.thinned(min(MAX_HELD_OUT, max(MAX_REPORTED // len(texts.positions), 1)))
-    centroids = np.array(layer.centroids.astype(mx.float32))
-    ids = bucket_ids(texts.pre_rope_keys, centroids)
+    ids = bucket_ids(texts.pre_rope_keys, np.array(layer.centroids.astype(mx.float32)))
+    routers = routers_of(layer, texts.scale)
     found = []
     for head in range(texts.heads):
         before = index(texts, ids, head, buckets=recipe.buckets, distances=recipe.distances)
         queries = grouped_queries(texts, head)
-        scores = {
-            "trained": router_scores(queries, layer, head),
-            "kmeans": centroid_scores(queries, layer, head, scale=texts.scale),
-        }
+        scores = {name: router_scores(queries, router, head) for name, router in routers.items()}
         curves = {name: curve(before, score, recipe.distances) for name, score in scores.items()}
         recall = {name: np.interp(SELECTIVITIES, *line).tolist() for name, line in curves.items()}
         held_out = head_rows(texts, ids, head, recipe)
@@ -187,12 +186,19 @@ def report_layer(number: int, texts: Texts, layer: Layer, rows: Sequence[Rows], 
                 head,
                 len(rows[head].queries),
                 len(held_out.queries) / held_out.seen,
-                losses(held_out, layer, head, texts.scale, rows[head]),
+                losses(held_out, routers, head, rows[head]),
                 recall,
                 imbalance(ids[:, head], recipe),
             )
         )
     return found
+
+
+def routers_of(layer: Layer, scale: float) -> dict[str, Layer]:
+    """Return a dict from each of `ROUTERS` to its networks. ``scale`` is the scale of the k-means router."""
+    centroids = layer.centroids.astype(mx.float32)
+    kmeans = Layer(centroids, **network.router(centroids, 2 * centroids.shape[-1], scale))
+    return dict(zip(ROUTERS, (layer, kmeans), strict=True))
 
 
 # Recall (saap.12). A query of a held-out text attends to the keys before it, as in a decode step.
@@ -264,22 +270,13 @@ def curve(indexed: Indexed, scores: Array, distances: Distances) -> tuple[Array,
 
 def router_scores(queries: Array, layer: Layer, head: int) -> Array:
     """Return the bucket probabilities ``(n, C)`` of ``queries (G, n, D)``, summed over the group (saap.8)."""
+    logits = _logits(layer, head, mx.array(queries.reshape(1, -1, queries.shape[-1])))
+    return np.array(mx.softmax(logits, axis=-1).reshape(*queries.shape[:2], -1).sum(axis=0))
+
+
+def _logits(layer: Layer, head: int, queries: mx.array) -> mx.array:
     of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
-    return _summed(network.logits(of, mx.array(queries.reshape(1, -1, queries.shape[-1]))), queries)
-
-
-def centroid_scores(queries: Array, layer: Layer, head: int, *, scale: float) -> Array:
-    """Return the bucket probabilities of the k-means baseline. Shape and sum are as in `router_scores`.
-
-    The logits of the baseline are ``scale * <query, centroid>``.
-    """
-    rows = mx.array(queries.reshape(1, -1, queries.shape[-1]))
-    return _summed(scale * rows @ layer.centroids[head].astype(mx.float32).T, queries)
-
-
-def _summed(logits: mx.array, queries: Array) -> Array:
-    probabilities = mx.softmax(logits, axis=-1).reshape(queries.shape[0], queries.shape[1], -1)
-    return np.array(probabilities.sum(axis=0))
+    return network.logits(of, queries)
 
 
 def grouped_queries(texts: Texts, head: int) -> Array:
@@ -288,26 +285,23 @@ def grouped_queries(texts: Texts, head: int) -> Array:
     return np.concatenate([texts.group(source, window, head) for window in range(len(source))], axis=1)
 
 
-def losses(rows: Rows, layer: Layer, head: int, scale: float, trained_on: Rows) -> dict[str, float]:
-    """Return a dict from each of `ROUTERS` to KL(target || router) in nats, averaged over ``rows``.
+def losses(rows: Rows, routers: Mapping[str, Layer], head: int, trained_on: Rows) -> dict[str, float]:
+    """Return a dict from each of ``routers`` to KL(target || router) in nats, averaged over ``rows``.
 
     If there are no rows, return an empty dict.
 
     Args:
         rows: held-out rows.
-        scale: scale of the k-means router.
-        trained_on: training rows of the network.
+        routers: dict from each of `ROUTERS` to its networks.
+        trained_on: training rows of the trained network.
     """
     if not len(rows.queries):
         return {}
     queries, target = mx.array(rows.queries)[None], mx.array(rows.target).astype(mx.float32)[None]
-    of = {name: array[head : head + 1].astype(mx.float32) for name, array in layer.arrays().items()}
-    # `fold` divided the probabilities of a trained router by the share of keys. Undo this division.
-    share = trained_on.share if has_enough_rows(trained_on) else np.ones_like(trained_on.share)
-    logits = {
-        "trained": network.logits(of, queries) + mx.log(mx.array(share)),
-        "kmeans": scale * queries @ of["centroids"].swapaxes(-1, -2),
-    }
+    logits = {name: _logits(layer, head, queries) for name, layer in routers.items()}
+    if has_enough_rows(trained_on):
+        # `fold` divided the probabilities of a trained router by the share of keys. Undo this division.
+        logits["trained"] += mx.log(mx.array(trained_on.share))
     entropy = -(target * mx.log(mx.maximum(target, 1e-30))).sum(axis=-1).mean()
     found = {name: network.cross_entropy(x, target)[0] - entropy for name, x in logits.items()}
     return {name: float(np.array(value)) for name, value in found.items()}

@@ -45,7 +45,7 @@ class Spread:
 
 
 def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: int) -> Params:
-    """Return initial networks that route like k-means.
+    """Return initial networks that route like the k-means router.
 
     The first ``2 D`` hidden units have the weights ``[I, -I]``. The other hidden units have random weights, and their
     output weights are 0.
@@ -66,6 +66,19 @@ def start(centroids: mx.array, spread: Spread, hidden: int, scale: float, seed: 
         "shift": mean,
         "out_weight": folded["out_weight"],
         "out_bias": folded["out_bias"],
+    }
+
+
+def random_start(centroids: mx.array, hidden: int, seed: int) -> Params:
+    """Return initial networks with random weights, for the k-means centroids ``(Hkv, C, D)``."""
+    Hkv, C, D = centroids.shape
+    first, last = mx.random.split(mx.random.key(seed))
+    return {
+        "hidden_weight": mx.random.normal((Hkv, D, hidden), key=first) / D**0.5,
+        "gain": mx.ones((Hkv, hidden)),
+        "shift": mx.zeros((Hkv, hidden)),
+        "out_weight": mx.random.normal((Hkv, hidden, C), key=last) / hidden**0.5,
+        "out_bias": mx.zeros((Hkv, C)),
     }
 
 
@@ -131,6 +144,7 @@ def logits(network: Params, rows: mx.array) -> mx.array:
 
 
 Array = np.ndarray
+STARTS = ("kmeans", "random")
 MIN_ROWS = 64  # a head with fewer long-range queries keeps the k-means router
 
 
@@ -139,13 +153,19 @@ class Training:
     """Hyperparameters of the query networks.
 
     Attributes:
+        steps: number of steps. If it is 0, all heads keep the k-means router.
         batch: number of rows per step and head.
+        rate: learning rate of the first step.
+        start: one of `STARTS`, the router that the initial networks equal.
+        one_text: draw the rows of a step and head from one random text.
     """
 
     hidden: int
     steps: int = 300
     batch: int = 512
     rate: float = 1e-3
+    start: str = "kmeans"
+    one_text: bool = False
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
@@ -183,7 +203,10 @@ def train_layer(
 
 def _train(rows: Sequence[Rows], centroids: mx.array, training: Training, scale: float, progress: tqdm) -> Params:
     spread = Spread.of([found.queries for found in rows])
-    params = start(centroids, spread, training.hidden, scale, training.seed)
+    if training.start == "random":
+        params = random_start(centroids, training.hidden, training.seed)
+    else:
+        params = start(centroids, spread, training.hidden, scale, training.seed)
     optimizer = Adam(training.rate, bias_correction=True)
     optimizer.init(params)
     gradient = mx.grad(loss)
@@ -199,7 +222,15 @@ def _train(rows: Sequence[Rows], centroids: mx.array, training: Training, scale:
 def _batch(rows: Sequence[Rows], training: Training, step: int) -> tuple[mx.array, mx.array]:
     """Draw random queries ``(heads, batch, D)`` and targets ``(heads, batch, C)``. The seed depends on ``step``."""
     random = np.random.default_rng([training.seed, step])
-    chosen = [random.integers(0, len(found.queries), training.batch) for found in rows]
+    chosen = [_draw(random, found, training) for found in rows]
     queries = np.stack([found.queries[rows] for found, rows in zip(rows, chosen, strict=True)])
     target = np.stack([found.target[rows] for found, rows in zip(rows, chosen, strict=True)])
     return mx.array(queries), mx.array(target).astype(mx.float32)
+
+
+def _draw(random: np.random.Generator, rows: Rows, training: Training) -> Array:
+    first, count = 0, len(rows.queries)
+    if training.one_text:
+        text = random.choice(np.flatnonzero(rows.counts))
+        first, count = rows.counts[:text].sum(), rows.counts[text]
+    return first + random.integers(0, count, training.batch)

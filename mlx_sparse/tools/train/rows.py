@@ -151,12 +151,14 @@ class Rows:
             sum, so that it sums to 1.
         seen: number of queries from which the rows were selected.
         share: float32 ``(C,)`` share of the texts' keys in each bucket. An empty bucket counts as if it had one key.
+        counts: ``(W,)`` number of rows from each text, in the order of the rows.
     """
 
     queries: Array
     target: Array
     seen: int
     share: Array
+    counts: Array
 
 
 def long_range_rows(
@@ -164,16 +166,15 @@ def long_range_rows(
 ) -> Rows:
     """Return at most ``max_rows`` training rows from all texts and all query heads of one KV head.
 
-    Unlike in the paper, queries attend only to earlier keys. A causal model never learned to attend to later keys, and
-    training on attention to later keys gives worse networks (docs/results/saap.md).
+    Unlike in the paper, queries attend only to earlier keys, because a decode step has no later keys.
 
     Args:
         ids: ``(W, Hkv, S)`` bucket of each key.
     """
     windows, G = len(texts.rope_keys), texts.rope_queries.shape[1] // texts.heads
     share = -(-max_rows // windows)
-    queries, targets, seen = [], [], 0
-    for window in range(windows):
+    queries, targets, counts, seen = [], [], np.zeros(windows, int), 0
+    for window in range(windows if max_rows else 0):
         before, after = (texts.group(a, window, head) for a in (texts.pre_rope_queries, texts.rope_queries))
         before, after = (array.reshape(-1, array.shape[-1]) for array in (before, after))
         keys, positions = texts.rope_keys[window, head], np.tile(texts.positions[window], G)
@@ -188,9 +189,10 @@ def long_range_rows(
         mass = bucket_mass(*own, buckets=buckets, distances=distances, scale=texts.scale)
         far = mass.sum(axis=1)
         queries.append(before[rows][far > 0])
+        counts[window] = len(queries[-1])
         targets.append((mass[far > 0] / far[far > 0, None]).astype(np.float16))
     D = texts.pre_rope_keys.shape[-1]
     queries, targets = queries or [np.empty((0, D), np.float32)], targets or [np.empty((0, buckets), np.float16)]
     sizes = np.bincount(ids[:, head, distances.sink_tokens :].ravel(), minlength=buckets)
     share = (np.maximum(sizes, 1) / sizes.sum()).astype(np.float32)
-    return Rows(np.concatenate(queries), np.concatenate(targets), seen, share)
+    return Rows(np.concatenate(queries), np.concatenate(targets), seen, share, counts)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_int
+from ...checks import MAX_BUCKETS, ArtefactError, ConfigError, Parser, check_choice, check_int, check_share
 from ...methods import SAAP
 from ...methods.saap.artefact import MAX_HIDDEN, Artefact, Layer, load, read_tensors, versions, write_tensors
 from ...model_info import identity
@@ -22,7 +22,7 @@ from ..evaluate.journal import DAMAGED, as_json, from_json
 from ..evaluate.texts import check as check_texts
 from .collect import Collection, LayerShape, collect, find_layer_shapes, locked, remove_files
 from .layers import HeadReport, Recipe, as_dict, make_layer, report_layer, table
-from .network import Training
+from .network import STARTS, Training
 from .rows import Distances
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ REPORT = "report"  # metadata key in the file of a layer
 LIMITS: dict[str, tuple[int, int | None]] = {
     "buckets": (2, MAX_BUCKETS),
     "seed": (0, (1 << 32) - 1),
-    **dict.fromkeys(("steps", "windows", "queries", "recent_tokens"), (1, None)),
-    **dict.fromkeys(("dense_layers", "sink_tokens", "farther_than"), (0, None)),
+    **dict.fromkeys(("batch", "windows", "queries", "recent_tokens"), (1, None)),
+    **dict.fromkeys(("steps", "dense_layers", "sink_tokens", "farther_than"), (0, None)),
 }
 
 
@@ -80,11 +80,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     number: dict[str, Any] = {"metavar": "N", "type": int}
     add_options(parser)
-    parser.add_argument("--held-out", metavar="FILE", nargs="+", help="text for the report (default: end of --text)")
+    parser.add_argument("--held-out", metavar="TEXT", nargs="+", help="text for the report (default: end of --text)")
     parser.add_argument("-o", "--out", metavar="FILE.safetensors", type=Path, required=True, help="output file")
     parser.add_argument("--buckets", default=1024, help="clusters of keys per KV head (default: 1024)", **number)
     parser.add_argument("--hidden", help="hidden units per network (default: twice the head dim)", **number)
-    parser.add_argument("--steps", default=300, help="training steps (default: 300)", **number)
+    parser.add_argument("--steps", default=300, help="steps, 0 for the k-means router (default: 300)", **number)
+    parser.add_argument("--batch", default=512, help="queries per step and head (default: 512)", **number)
+    parser.add_argument(
+        "--rate", metavar="R", type=float, default=1e-3, help="first learning rate, which decays to 0 (default: 0.001)"
+    )
+    parser.add_argument("--start", metavar="ROUTER", default="kmeans", help="kmeans or random (default: kmeans)")
+    parser.add_argument("--one-text", action="store_true", help="draw the queries of a step and head from one text")
     parser.add_argument(
         "--context", help=f"tokens per text (default: the model's context, at most {LONGEST:,})", **number
     )
@@ -116,6 +122,10 @@ def _check(args: argparse.Namespace) -> None:
         load(args.out)  # raises an error for a file of another program
     for name, limits in LIMITS.items():
         check_int(f"--{name.replace('_', '-')}", getattr(args, name), *limits)
+    check_share("--rate", args.rate)
+    check_choice("--start", args.start, STARTS)
+    if args.start == "random" and not args.steps:
+        raise ConfigError("--steps: expected at least 1 with --start random, got 0. 0 steps keep the k-means router.")
     args.distances = Distances(args.sink_tokens, args.recent_tokens, args.farther_than)
     if args.context is not None:
         _check_context(args.context, args.distances.exact)
@@ -205,7 +215,8 @@ def _recipe(args: argparse.Namespace, layer_shapes: dict[int, LayerShape], texts
     if args.buckets > keys:
         raise ConfigError(f"--buckets: expected at most the number of keys, {keys:,}, got {args.buckets:,}.")
     hidden = check_int("--hidden", 2 * D if args.hidden is None else args.hidden, 2 * D, MAX_HIDDEN)
-    training = Training(hidden, args.steps, seed=args.seed)
+    names = ("steps", "batch", "rate", "start", "one_text", "seed")
+    training = Training(hidden, **{name: getattr(args, name) for name in names})
     return Recipe(args.buckets, args.distances, training, ROWS, args.seed)
 
 

@@ -55,8 +55,11 @@ class Decoding:
     method: Method
 
     @classmethod
-    def resolve(cls, config: Any, model: nn.Module) -> Decoding:
-        """Return the decode method for ``config``. Resolve every "auto" for mlx-lm's ``model``."""
+    def resolve(cls, config: Any, model: nn.Module, *, native: bool) -> Decoding:
+        """Return the decode method for ``config``. Resolve every "auto" for mlx-lm's ``model``.
+
+        If ``native`` is set, the file will run with the native kernels only.
+        """
         return cls(config)
 
     @property

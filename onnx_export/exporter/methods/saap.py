@@ -40,7 +40,7 @@ class SaapDecoding(Decoding):
     layers: Mapping[int, artefact.Layer]
 
     @classmethod
-    def resolve(cls, config: SAAP, model: nn.Module) -> SaapDecoding:
+    def resolve(cls, config: SAAP, model: nn.Module, *, native: bool) -> SaapDecoding:
         made = cls(config, _saap_layers(config, model))
         below = saap_dense_below(config, *made._sizes)
         return dataclasses.replace(made, method=dataclasses.replace(config, dense_below=below))

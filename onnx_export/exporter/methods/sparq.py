@@ -30,7 +30,7 @@ class SparQDecoding(Decoding):
     method: SparQ
 
     @classmethod
-    def resolve(cls, config: SparQ, model: nn.Module) -> SparQDecoding:
+    def resolve(cls, config: SparQ, model: nn.Module, *, native: bool) -> SparQDecoding:
         """Resolve every "auto" as `mlx_sparse.enable` does, except that `defaults.dense_below` sets ``dense_below``."""
         attention = model.layers[0].self_attn
         G, D = attention.n_heads // attention.n_kv_heads, head_dim(attention)
@@ -40,7 +40,7 @@ class SparQDecoding(Decoding):
             resolved,
             local_window=check_local_window(config.local_window, config.top_k),
             reallocate=resolved.reallocates(G),
-            dense_below=dense_below(config, D),
+            dense_below=dense_below(config, attention.n_kv_heads, D, native=native),
         )
         return CodedSparQDecoding(method) if method.key_bits < 16 else cls(method)
 

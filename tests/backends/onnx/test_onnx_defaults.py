@@ -22,18 +22,20 @@ def test_whole_chunks_add_at_most_a_sixteenth_or_one_small_chunk(length: int) ->
 
 
 @pytest.mark.parametrize(
-    ("config", "D", "keys"),
+    ("config", "heads", "D", "standard", "native"),
     [
-        (SparQ(), 128, 2340),
-        (SparQ(), 64, 5461),
-        (SparQ(key_bits=16), 64, 5461),
-        (SparQ(rank=16), 64, 4681),
-        (SparQ(), 256, 2048),  # 16 * top_k
-        (SparQ(top_k=256, key_bits=16), 128, 4096),
-        (SparQ(top_k=16), 128, 17),  # an experiment on a short text
-        (SparQ(dense_below=300), 128, 300),
-        (SparQ(dense_below=0), 128, 129),
+        (SparQ(), 3, 64, 7281, 512),  # SmolLM2-135M
+        (SparQ(rank=16), 3, 64, 6241, 512),
+        (SparQ(), 4, 128, 2340, 512),
+        (SparQ(key_bits=16), 8, 128, 2048, 512),  # 16 * top_k, 4 * top_k
+        (SparQ(top_k=256), 8, 128, 4096, 1024),
+        (SparQ(top_k=16), 8, 128, 17, 17),  # an experiment on a short text
+        (SparQ(dense_below=300), 8, 128, 300, 300),
+        (SparQ(dense_below=0), 8, 128, 129, 129),
     ],
 )
-def test_short_contexts_stay_dense_where_sparse_steps_save_too_little(config: SparQ, D: int, keys: int) -> None:
-    assert dense_below(config, D) == keys
+def test_short_contexts_stay_dense_where_sparse_steps_save_too_little(
+    config: SparQ, heads: int, D: int, standard: int, native: int
+) -> None:
+    assert dense_below(config, heads, D, native=False) == standard
+    assert dense_below(config, heads, D, native=True) == native

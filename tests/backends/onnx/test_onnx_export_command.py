@@ -122,6 +122,23 @@ def test_dense_below_is_a_setting_of_the_method(run: Callable[..., str], llama: 
     assert {a.i for node in nodes for a in node.attribute if a.name == "dense_below"} == {33}
 
 
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        ([], "reallocate=false,component_score=query_key,key_bits=16,dense_below=10922"),
+        (["--native"], "reallocate=false,component_score=query_key,dense_below=512"),
+    ],
+    ids=str,
+)
+def test_default_files_become_sparse_within_their_default_length(
+    run: Callable[..., str], tmp_path: Path, options: list[str], method: str
+) -> None:
+    folder = described({"sizes": {"head_dim": 64}, "config": {"max_position_embeddings": 131_072}}, tmp_path / "model")
+    said = run(folder, *options)
+    assert f": sparq:local_window=32,{method}, 16384 tokens, " in said
+    assert "All decode steps are dense" not in said
+
+
 def described(entry: dict[str, Any], folder: Path) -> Path:
     """Write the model of a table entry, which has a family, weight sizes and changes of config.json."""
     tiny_models.write(folder, entry.get("family", "llama"), **entry.get("sizes", {}))

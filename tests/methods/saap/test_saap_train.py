@@ -17,7 +17,7 @@ from mlx_sparse.checks import ConfigError
 from mlx_sparse.methods.saap import kmeans
 from mlx_sparse.methods.saap.artefact import Layer
 from mlx_sparse.tools.train import network
-from mlx_sparse.tools.train.layers import POINTS, fit_centroids, losses
+from mlx_sparse.tools.train.layers import POINTS, fit_centroids, losses, routers_of
 from mlx_sparse.tools.train.network import MIN_ROWS, Training, train_layer
 from mlx_sparse.tools.train.rows import Rows, long_range_rows
 
@@ -82,6 +82,7 @@ def test_targets_match_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
             mass.append(target.mass)
         assert 10 < len(found.target) < found.seen == WINDOWS * GROUP * S
         np.testing.assert_array_equal(found.queries, np.concatenate(queries))
+        assert found.counts.tolist() == [sum(map(len, queries[w * GROUP : (w + 1) * GROUP])) for w in range(WINDOWS)]
         # half a float16 ulp below 1, plus the float32 error of the scores
         np.testing.assert_allclose(found.target, np.concatenate(mass), atol=2**-12 + 1e-5)
 
@@ -110,7 +111,8 @@ def long_tailed_rows(n: int, seed: int = 0, *, heads: int = HEADS) -> list[Rows]
         logits = 1.5 * np.abs(queries) @ truth[head]
         target = np.exp(logits - logits.max(axis=1, keepdims=True))
         target /= target.sum(axis=1, keepdims=True)
-        found.append(Rows(queries.astype(np.float32), target.astype(np.float16), 2 * n, SHARE))
+        counts = np.array([n // 4, 0, n - n // 4])
+        found.append(Rows(queries.astype(np.float32), target.astype(np.float16), 2 * n, SHARE, counts))
     return found
 
 
@@ -211,10 +213,12 @@ def test_training_starts_at_the_kmeans_router() -> None:
 TRAINING = Training(HIDDEN, steps=60, batch=64, rate=1e-2, seed=2)
 
 
-def test_trained_network_beats_kmeans_on_new_queries() -> None:
-    layer = train_layer(long_tailed_rows(2000), unit_centroids(), TRAINING, scale=SCALE)
+@pytest.mark.parametrize("recipe", [{}, {"start": "random", "one_text": True}])
+def test_trained_network_beats_kmeans_on_new_queries(recipe: dict[str, Any]) -> None:
+    training = dataclasses.replace(TRAINING, **recipe)
+    layer = train_layer(long_tailed_rows(2000), unit_centroids(), training, scale=SCALE)
     for head, rows in enumerate(long_tailed_rows(300, seed=1)):
-        found = losses(rows, layer, head, SCALE, rows)
+        found = losses(rows, routers_of(layer, SCALE), head, rows)
         assert 0 < found["trained"] < 0.7 * found["kmeans"]
 
 
@@ -225,7 +229,10 @@ def test_file_is_per_key_and_report_per_bucket() -> None:
     odds = np.array(per_key.out_bias - per_bucket.out_bias)
     np.testing.assert_allclose(odds, np.tile(-np.log(SHARE * BUCKETS), (HEADS, 1)), atol=1e-5)
     for head, (one, other) in enumerate(zip(rows, even, strict=True)):
-        a, b = losses(one, per_key, head, SCALE, one), losses(other, per_bucket, head, SCALE, other)
+        a, b = (
+            losses(one, routers_of(per_key, SCALE), head, one),
+            losses(other, routers_of(per_bucket, SCALE), head, other),
+        )
         assert a["trained"] == pytest.approx(b["trained"], abs=1e-5)
 
 
@@ -247,9 +254,20 @@ def test_reported_loss_is_the_divergence() -> None:
     target = rows[1].target.astype(np.float64)
     expected = np.where(target > 0, target * np.log(np.maximum(target, 1e-30) / f), 0).sum(axis=1).mean()
     # targets are float16, so their sums are 1 to within 0.0005
-    assert losses(rows[1], layer, 1, SCALE, rows[1])["kmeans"] == pytest.approx(expected, abs=2e-3)
-    none = Rows(rows[0].queries[:0], rows[0].target[:0], 5, SHARE)
-    assert losses(none, layer, 0, SCALE, rows[0]) == {}
+    assert losses(rows[1], routers_of(layer, SCALE), 1, rows[1])["kmeans"] == pytest.approx(expected, abs=2e-3)
+    none = dataclasses.replace(rows[0], queries=rows[0].queries[:0], target=rows[0].target[:0])
+    assert losses(none, routers_of(layer, SCALE), 0, rows[0]) == {}
+
+
+def test_queries_of_a_step_come_from_one_text() -> None:
+    rows = long_tailed_rows(80, heads=1)  # 20 of text 0, none of text 1, 60 of text 2
+    training, texts = dataclasses.replace(TRAINING, one_text=True), list[set[bool]]()
+    for step in range(20):
+        (queries,) = np.array(network._batch(rows, training, step)[0])
+        places = {int(np.flatnonzero((rows[0].queries == query).all(axis=1))[0]) for query in queries}
+        texts.append({place >= 20 for place in places})
+    assert {len(of_step) for of_step in texts} == {1}
+    assert set.union(*texts) == {False, True}
 
 
 def test_learning_rate_decays_to_zero() -> None:
@@ -261,7 +279,7 @@ def test_learning_rate_decays_to_zero() -> None:
 def test_heads_with_few_rows_keep_the_kmeans_router() -> None:
     many, few = long_tailed_rows(500)[0], long_tailed_rows(MIN_ROWS - 1)[1]
     layer = train_layer([many, few], unit_centroids(), TRAINING, scale=SCALE)
-    found = losses(many, layer, 0, SCALE, many), losses(few, layer, 1, SCALE, few)
+    found = losses(many, routers_of(layer, SCALE), 0, many), losses(few, routers_of(layer, SCALE), 1, few)
     assert found[0]["trained"] < 0.8 * found[0]["kmeans"]
     assert found[1]["trained"] == pytest.approx(found[1]["kmeans"], abs=1e-5)
     queries = np.stack([few.queries] * HEADS)

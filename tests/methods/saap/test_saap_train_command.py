@@ -130,9 +130,12 @@ def test_collected_texts_are_shared_between_runs(folder: Path, trained: Path) ->
     work = trained / "work"
     collected = {path: path.stat().st_mtime_ns for path in work.glob("collected-*/*.f16")}
     out = trained / "b.safetensors"
-    assert cli.main(arguments(folder, out, "--work", str(work), "--steps", "2", "--buckets", "16")) == 0
+    recipe = {"steps": 2, "batch": 16, "rate": 1e-5, "start": "random"}
+    more = [word for name, value in recipe.items() for word in (f"--{name}", str(value))]
+    assert cli.main(arguments(folder, out, "--work", str(work), "--buckets", "16", "--one-text", *more)) == 0
     made = load(out)
     assert (made.buckets, made.layers[1].out_bias.shape[-1]) == (16, 16)
+    assert made.training["training"].items() >= {**recipe, "one_text": True}.items()
     assert {path: path.stat().st_mtime_ns for path in work.glob("collected-*/*.f16")} == collected
     assert len(list(work.glob("trained-*"))) == 2
 

@@ -20,7 +20,6 @@ from mlx_sparse.tools.train import network
 from mlx_sparse.tools.train.layers import (
     Indexed,
     Recipe,
-    centroid_scores,
     curve,
     grouped_queries,
     imbalance,
@@ -30,6 +29,7 @@ from mlx_sparse.tools.train.layers import (
     make_layer,
     report_layer,
     router_scores,
+    routers_of,
 )
 from mlx_sparse.tools.train.layers import bucket_ids as assign_all
 from mlx_sparse.tools.train.network import Training
@@ -93,8 +93,10 @@ def test_routers_match_the_oracle() -> None:
     arrays = {name: np.array(array.astype(mx.float32)) for name, array in layer.arrays().items()}
     centroids = arrays.pop("centroids")
     n = data.positions.shape[1]
-    every = [router_scores(grouped_queries(data, head), layer, head) for head in range(HEADS)]
-    linear = [centroid_scores(grouped_queries(data, head), layer, head, scale=0.6) for head in range(HEADS)]
+    every, linear = (
+        [router_scores(grouped_queries(data, head), router, head) for head in range(HEADS)]
+        for router in routers_of(layer, 0.6).values()
+    )
     for window, row in np.ndindex(WINDOWS, n):
         queries = data.pre_rope_queries[window, :, row].astype(np.float32)[None, :, None]
         expected = oracle.query_network(queries, **arrays)[0].sum(axis=1)
@@ -132,6 +134,18 @@ def test_routers_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     # The report uses only some queries of many texts.
     monkeypatch.setattr("mlx_sparse.tools.train.layers.MAX_REPORTED", 5 * WINDOWS)
     assert report_layer(5, held_out, layer, rows, RECIPE) == report_layer(5, held_out.thinned(5), layer, rows, RECIPE)
+
+
+def test_no_steps_keep_the_kmeans_router() -> None:
+    recipe = replace(RECIPE, training=replace(RECIPE.training, steps=0))
+    layer, rows = make_layer(texts(), recipe)
+    expected = network.router(mx.array(make_centroids(texts(), recipe)), 2 * D, texts().scale)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(np.array(layer.arrays()[name]), np.array(array.astype(mx.float16)))
+    for found in report_layer(5, texts(seed=1, every=3), layer, rows, recipe):
+        assert found.rows == 0
+        np.testing.assert_allclose(found.recall["trained"], found.recall["kmeans"], atol=5e-3)  # float16 weights
+        assert found.loss["trained"] == pytest.approx(found.loss["kmeans"], abs=1e-2)
 
 
 def test_thinned_texts_keep_all_keys() -> None:

@@ -16,6 +16,7 @@ from mlx_sparse.core.cost import SAMPLE_DENSE_ABOVE, SAMPLE_DENSE_BELOW
 from mlx_sparse.methods import (
     METHODS,
     BigBird,
+    Gather,
     MInference,
     Sample,
     SampleRange,
@@ -43,6 +44,9 @@ configs = st.one_of(
         dense_below=st.just("auto") | st.integers(min_value=0, max_value=10**9),
         dense_above=st.just("auto") | shares,
         ranges=ranges,
+    ),
+    st.builds(
+        Gather, share=shares, **dict.fromkeys(("chunk", "samples", "exact_tail", "neighbors", "dense_below"), counts)
     ),
     st.builds(MInference, vertical_tokens=counts, slash_tokens=counts, block_size=sizes),
     st.builds(

@@ -97,7 +97,7 @@ def test_statistics_keep_no_arrays_alive():
         big = mx.random.normal((1 << 20,), key=mx.random.key(step))
         mx.eval(big)
         blocks = mx.where(big.max() > 0, mx.array([[[[0, -1], [0, 1]]]]), -1)
-        arrays = [(blocks >= 0).sum(axis=(2, 3)), *recall_arrays(mx.full((1, 1, 64), 0.5) + 0 * big[:64])]
+        arrays = {"attended": (blocks >= 0).sum(axis=(2, 3)), **recall_arrays(mx.full((1, 1, 64), 0.5) + 0 * big[:64])}
         statistics += PrefillStatistics.read([((0, layout), arrays)])
     assert mx.get_active_memory() - before < 3 * big.nbytes
     assert statistics.density == {0: [1.0]}

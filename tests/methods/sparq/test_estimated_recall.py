@@ -149,7 +149,7 @@ def test_statistics_add_and_round_to_the_nearest_bin() -> None:
 
 def test_summary_with_an_estimate_has_at_most_eight_lines() -> None:
     report = Report(attn="sparq", backend="ops", model_type="llama", layers=2, served_layers=2, weight_bytes=9)
-    report.add(counts_of({0: [0.9], 1: [0.8]}, sparse_calls=20, formula_bytes=100, dense_bytes=1000))
+    report.add(counts_of({0: [0.9], 1: [0.8]}, sparse_calls=20, modeled_bytes=100, dense_bytes=1000))
     lines = report.summary().splitlines()
     assert len(lines) <= 8
     assert any("lowest in layer 1, median 0.800" in line for line in lines)
