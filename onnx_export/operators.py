@@ -356,8 +356,10 @@ OWN: Mapping[str, Operator] = {
 
 # Functions that function bodies call. These are not operators: they have neither a schema nor a kernel.
 PROMPTS = "PromptAttention"
-FUNCTIONS = (PROMPTS, "SparQComponents", "SparQSelect", "SparQUpdate", "KeyChunks", "IsStep", "IsLong", "Rows")
-FUNCTIONS += ("SaapAppend", "Saap")
+FUNCTIONS = (
+    *(PROMPTS, "SparQComponents", "SparQSelect", "SparQUpdate", "KeyChunks", "IsStep", "IsLong", "Rows"),
+    *("SaapAppend", "Saap"),
+)
 _WHEN_SAMPLED = (
     "A chunk is sampled if it has more than `block_size` tokens, no row has padding, and all rows have the same length "
     "of at least `dense_prompt_below` keys"

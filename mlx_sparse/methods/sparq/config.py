@@ -171,9 +171,8 @@ class SparQ(Method):
 
     def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int, G: int, backend: str) -> int:
         packed = row_bytes < D * itemsize
-        if self.scores_rows(packed=packed):
-            scored = row_bytes
-        else:  # int4 scoring keys have the same size for every type of cache
+        scored: float = row_bytes
+        if not self.scores_rows(packed=packed):  # int4 scoring keys have the same size for every type of cache
             scored = self.rank * (itemsize if self.key_bits == 16 else (2 * self.key_bits + 1) / 16)
         per_key = scored + self._score_bytes(G, packed=packed, backend=backend)
         return round(S * per_key) + self.rows(S) * row_bytes + 4 * D * itemsize
