@@ -24,14 +24,12 @@ from .operators import FUNCTIONS, OPERATORS, PROMPTS
 
 BODIES = Path(__file__).parent / "bodies"
 CONSTANTS = "constants"
-# For each operator with caches: the function that appends, the functions that update further caches once the longest
-# row has `dense_below` keys, and the function of the sparse decode step.
-COMPOSED: Mapping[str, tuple[str, tuple[str, ...], str | None]] = {
-    "CachedAttention": ("Append", (), None),
-    "SparQAttention": ("Append", ("SparQUpdate", "KeyChunks"), "SparQ"),
-    "SaapAttention": ("SaapAppend", (), "Saap"),
+# For each operator with caches: the function that appends, and the functions of its sparse decode step, if any.
+COMPOSED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "CachedAttention": ("Append", ()),
+    "SparQAttention": ("SparQAppend", ("KeyChunks", "SparQ")),
+    "SaapAttention": ("SaapAppend", ("Saap",)),
 }
-LATE = ("present_key_t", "present_sums")  # outputs of SparQUpdate that are outputs of the operator
 # Inputs of called functions that have another name in the calling operator.
 CACHES = {"keys": "present_key", "values": "present_value", "bucket_ids": "present_bucket_ids"}
 _KINDS = {int: AttributeProto.INT, float: AttributeProto.FLOAT}
@@ -87,21 +85,19 @@ def _texts() -> dict[str, str]:
 
 def _attention(made: Operator, profile: Profile) -> FunctionProto:
     """Compose the body of operator ``made``, which appends to the caches and then runs a decode step or prefill."""
-    append, update, step = COMPOSED[made.base or made.name]
+    append, step = COMPOSED[made.base or made.name]
     prompt = _call(PROMPTS if made.base else "DenseAttention", made)
     nodes = [
         helper.make_node("Shape", ["key"], ["L"], start=2, end=3),
         helper.make_node("Add", ["past_length", "L"], ["length"]),
         _call(append, made),
     ]
-    attend = [prompt]
     if step:
-        attend = [_call("IsStep", made), _either("is_step", ["output"], sparse=[_call(step, made)], dense=[prompt])]
-    if update:
-        kept = [helper.make_node("Identity", [name.replace("present", "past")], [name]) for name in LATE]
-        updated = [*(_call(name, made) for name in update), *attend]
-        attend = [_call("IsLong", made), _either("is_long", ["output", *LATE], long=updated, short=[*kept, prompt])]
-    nodes += attend
+        calls = [_call(name, made) for name in step]
+        branches = {"then_branch": _branch("sparse", calls), "else_branch": _branch("dense", [prompt])}
+        nodes += [_call("IsStep", made), helper.make_node("If", ["is_step"], ["output"], **branches)]
+    else:
+        nodes.append(prompt)
     inputs, outputs = ([tensor.name for tensor in tensors] for tensors in (made.inputs, made.outputs))
     opsets = [helper.make_opsetid("", profile.opset), helper.make_opsetid(DOMAIN, VERSION)]
     return helper.make_function(DOMAIN, made.name, inputs, outputs, nodes, opsets, made.attribute_names)
@@ -123,21 +119,11 @@ def _call(name: str, caller: Operator) -> NodeProto:
     return node
 
 
-def _either(condition: str, outputs: list[str], **branches: list[NodeProto]) -> NodeProto:
-    """Build an If node from the nodes of two branches, by branch name. The first branch runs if ``condition`` is true.
-
-    Both branches compute ``outputs``. In a branch, the name of the branch is added to the names of the outputs.
-    """
-    graphs = []
-    for branch, nodes in branches.items():
-        inner = {name: f"{name}_{branch}" for name in outputs}
-        copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        for names in (names for node in copies for names in (node.input, node.output)):
-            names[:] = [inner.get(name, name) for name in names]
-        graphs.append(
-            helper.make_graph(copies, branch, [], [onnx.ValueInfoProto(name=name) for name in inner.values()])
-        )
-    return helper.make_node("If", [condition], outputs, then_branch=graphs[0], else_branch=graphs[1])
+def _branch(name: str, calls: list[NodeProto]) -> GraphProto:
+    """Build a branch of an If node from ``calls``. The output of the last call is the output of the branch."""
+    given = f"output_{name}"
+    calls[-1].output[0] = given
+    return helper.make_graph(calls, name, [], [onnx.ValueInfoProto(name=given)])
 
 
 def functions(names: Iterable[str], profile: Profile = DEFAULT) -> list[FunctionProto]:

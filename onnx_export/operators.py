@@ -255,11 +255,8 @@ OWN: Mapping[str, Operator] = {
         ),
         Operator(
             "SparQAttention",
-            "Run `Append`, then attend. While the longest row has fewer than `dense_below` keys, `present_key_t` and "
-            "`present_sums` equal their inputs. Afterwards they cover all keys, as after `SparQAppend`. The first call "
-            "then computes them from `present_key` and `present_value`, and ignores their inputs. If L is 1 and the "
-            "longest row has at least `dense_below` keys, attend with `SparQ`, otherwise with `DenseAttention` and "
-            "window 0. The next `past_length` is `past_length` + L.",
+            "Run `SparQAppend`, then attend. If L is 1 and the longest row has at least `dense_below` keys, attend "
+            "with `SparQ`, otherwise with `DenseAttention` and window 0. The next `past_length` is `past_length` + L.",
             (*_SPARQ, _LANES, _DENSE_BELOW),
             (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
             (OUTPUT, *_SPARQ_PRESENT),
@@ -356,10 +353,7 @@ OWN: Mapping[str, Operator] = {
 
 # Functions that function bodies call. These are not operators: they have neither a schema nor a kernel.
 PROMPTS = "PromptAttention"
-FUNCTIONS = (
-    *(PROMPTS, "SparQComponents", "SparQSelect", "SparQUpdate", "KeyChunks", "IsStep", "IsLong", "Rows"),
-    *("SaapAppend", "Saap"),
-)
+FUNCTIONS = (PROMPTS, "SparQComponents", "SparQSelect", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap")
 _WHEN_SAMPLED = (
     "A chunk is sampled if it has more than `block_size` tokens, no row has padding, and all rows have the same length "
     "of at least `dense_prompt_below` keys"

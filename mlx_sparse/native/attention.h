@@ -33,9 +33,6 @@ struct Append {
   const float* past_sums = nullptr;
   float* present_sums = nullptr;  // (B, Hkv, 3, D)
   const int64_t* first = nullptr;
-  // New keys enter these two caches once the longest row has `dense_below` keys. The first such call adds all keys.
-  int64_t dense_below = 0;
-  int64_t past_longest = 0;
   const TypeKernels* kernels = nullptr;
   const HeadCallback* callback = nullptr;
 

@@ -181,8 +181,6 @@ void compute_sparq_attention(const Attributes& attributes, const Context& contex
   SparQ s = sparq_of(attributes, a.D);
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
   add_sparq_caches(attributes, context, append, a.B, 4, 6, 1, a.first);
-  append.dense_below = attributes["dense_below"];
-  append.past_longest = *std::max_element(append.past_length, append.past_length + a.B);
   a.keys = append.present_key, a.values = append.present_value;
   const SessionPool pool(context);
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
