@@ -226,7 +226,7 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
         "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled; will be "
-        "measured at 8,192 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys); "
+        "measured at 8,192 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys)"
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
 
@@ -260,10 +260,7 @@ def test_chat_prints_the_first_line_before_the_first_question(tmp_path: Path, wi
         process.stdin.close()
         assert process.wait(60) == 0
         clock.cancel()
-    assert line.startswith(
-        "[mlx-sparse] sparq:rank=4,reallocate=false,component_score=query_key "
-        f"on {BACKEND}: 2 of 2 layers (llama, llama); "
-    )
+    assert line.startswith(f"[mlx-sparse] sparq:rank=4 on {BACKEND}: 2 of 2 layers (llama, llama); ")
 
 
 def test_the_report_can_be_turned_off(finished: Runs):
@@ -397,6 +394,7 @@ def test_prefill_method_works_alone_and_with_a_decode_method(finished: Runs):
 
 def test_text_report_describes_prefill(finished: Runs):
     opening, first, *rest = finished("long, both, text").err.splitlines()
+    assert rest.pop(0).startswith("  settings: sample:")
     assert opening == "; ".join([first, *(line.strip() for line in rest[:2])])
     assert re.fullmatch(rf"\[mlx-sparse\] sample:.*\+sparq:.* on {BACKEND}: 2 of 2 layers \(llama, llama\)", first)
     assert [line.split(":")[0] for line in rest] == [

@@ -125,7 +125,7 @@ def test_enable_returns_a_live_report(model: Any):
     assert report.as_dict()["dense_calls"] == {"in prefill": LAYERS}
     backend = registry.resolve("auto", "sparq", D=32, G=2)
     assert str(report).startswith(
-        f"sparq:rank=4,top_k=4,reallocate=false,component_score=query_key,dense_below=0 on {backend}: 2 of 2 layers"
+        f"sparq:rank=4,top_k=4,dense_below=0 on {backend}: 2 of 2 layers"
     )
 
 

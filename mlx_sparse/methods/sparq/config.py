@@ -52,7 +52,7 @@ class SparQ(Method):
             (docs/spec/sparq.md).
         component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
             keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
-            scales, and for grouped query heads. Otherwise "auto" is "query".
+            scales, and for grouped query heads with quantized scoring keys. Otherwise "auto" is "query".
         key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4. An int4 copy of the keys
             needs about a quarter of the transfers and memory of a 16-bit copy (docs/spec/sparq.md).
             docs/results/quality.md reports the loss of quality.
@@ -111,7 +111,7 @@ class SparQ(Method):
         return {setting: getattr(config, setting) for setting in ("component_score", "key_bits", "reallocate")}
 
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> SparQ:
-        auto = "query_key" if qk_norm or grouped else "query"
+        auto = "query_key" if qk_norm or (self.key_bits < 16 and grouped) else "query"
         score = auto if self.component_score == "auto" else self.component_score
         mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
         return dataclasses.replace(self, component_score=score, reallocate=mixes)

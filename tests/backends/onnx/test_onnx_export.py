@@ -272,7 +272,7 @@ def test_inputs_and_outputs_are_as_documented(tmp_path: Path) -> None:
     assert made.metadata == {
         "spec": "1",
         "version": mlx_sparse.__version__,
-        "method": "sparq:rank=4,top_k=4,local_window=1,reallocate=false,component_score=query_key,key_bits=16,"
+        "method": "sparq:rank=4,top_k=4,local_window=1,reallocate=false,component_score=query,key_bits=16,"
         "dense_below=5",
         "model_type": "llama",
         "max_length": "60",
