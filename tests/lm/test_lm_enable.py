@@ -124,9 +124,7 @@ def test_enable_returns_a_live_report(model: Any):
     assert report.sparse_calls == LAYERS * STEPS
     assert report.as_dict()["dense_calls"] == {"in prefill": LAYERS}
     backend = registry.resolve("auto", "sparq", D=32, G=2)
-    assert str(report).startswith(
-        f"sparq:rank=4,top_k=4,dense_below=0 on {backend}: 2 of 2 layers"
-    )
+    assert str(report).startswith(f"sparq:rank=4,top_k=4,dense_below=0 on {backend}: 2 of 2 layers")
 
 
 def test_threshold_is_the_smallest_sparse_context(model: Any):

@@ -125,7 +125,7 @@ def test_dense_below_is_a_setting_of_the_method(run: Callable[..., str], llama: 
 @pytest.mark.parametrize(
     ("options", "method"),
     [
-        ([], "reallocate=false,component_score=query_key,key_bits=16,dense_below=10922"),
+        ([], "reallocate=false,component_score=query,key_bits=16,dense_below=10922"),
         (["--native"], "reallocate=false,component_score=query_key,dense_below=512"),
     ],
     ids=str,
