@@ -301,7 +301,7 @@ def test_no_genai_omits_its_files_and_states(tmp_path: Path) -> None:
     made.check_tokens()
 
 
-def test_int4_scoring_keys_must_be_set_explicitly(tmp_path: Path) -> None:
+def test_int4_scoring_keys_are_the_default_of_native_kernels_only(tmp_path: Path) -> None:
     (tmp_path / "attn.toml").write_text("[sparq]\nrank = 8\n")
     for text, file, bits in (
         ("sparq", None, 16),
@@ -309,4 +309,5 @@ def test_int4_scoring_keys_must_be_set_explicitly(tmp_path: Path) -> None:
         ("sparq", tmp_path / "attn.toml", 16),
         ("sparq:key_bits=4", tmp_path / "attn.toml", 4),
     ):
-        assert getattr(methods_of(text, file)[1], "key_bits", None) == bits
+        assert getattr(methods_of(text, file, native=False)[1], "key_bits", None) == bits
+        assert getattr(methods_of(text, file, native=True)[1], "key_bits", None) == 4
