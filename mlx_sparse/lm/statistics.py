@@ -133,9 +133,8 @@ class PrefillStatistics(Sums):
         densities = [fmean(heads) for heads in self.density.values()]
         lines = [
             f"  sparse prefill calls: {self.calls:,}, {self.sampled:.1%} of the queries sampled",
+            f"  density: {fmean(densities):.1%}, by layer {min(densities):.1%} to {max(densities):.1%}",
         ]
-        if densities:
-            lines.append(f"  density: {fmean(densities):.1%}, by layer {min(densities):.1%} to {max(densities):.1%}")
         if self.estimated:
             lines[-1] += f"; estimated attention recall {self.estimated / self.queries:.3f}"
         if (recall := self.recall) is not None:
