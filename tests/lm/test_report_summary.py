@@ -21,7 +21,7 @@ def report(counts: Counts | None = None, **attributes) -> Report:
 @pytest.mark.parametrize(
     "statistics",
     [  # --lossless refuses prefill methods
-        {"prefill": PrefillStatistics(1, 64, 32.0, {0: LayerStatistics(4, (2,))})},
+        {"prefill": PrefillStatistics(1, 64, 32.0, layers={0: LayerStatistics(4, (2,))})},
         {"drafts": DraftStatistics(checks=1, drafted=2, timed=1)},
     ],
     ids=["prefill", "lossless"],
