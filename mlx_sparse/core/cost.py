@@ -8,8 +8,8 @@ PROCESSORS = os.cpu_count() or 1
 
 # Bytes that a decode step of one layer must save to outweigh SparQ's additional work, by device. GPUs are not measured.
 # Apple (base and Pro, Max, Ultra): conservative end of a roofline model (docs/methods.md, "The model").
-# NVIDIA: 20 microseconds of additional launches at 2.0, 4.3 and 8 TB/s. cpu: measured on one
-# processor (docs/results/speed.md). More processors may speed up dense attention, but not the additional work.
+# NVIDIA: 20 microseconds of additional launches at 2.0, 4.3 and 8 TB/s. cpu: from
+# timings of one AMD EPYC. More processors may speed up dense attention, but not the additional work.
 ENOUGH_SAVED = {
     **{"g": 20 << 20, "s": 36 << 20, "d": 52 << 20},
     **{"sm_80": 40 << 20, "sm_90": 80 << 20, "sm_100": 160 << 20},
@@ -20,17 +20,16 @@ ENOUGH_SAVED = {
 # network of one KV head at 20 GB/s. The numbers are conservative ends of a model, and not measured.
 ROUTING_HEADS = {"g": 8, "s": 27, "d": 40}
 
-# Time of a row in a sparse step, relative to a row of dense attention (docs/results/speed.md). cpu: for one processor,
+# Time of a row in a sparse step, relative to a row of dense attention, from timings. cpu: for one processor,
 # with SAAP's routing, which array operations run.
 GATHERED_ROW = {"ops": 2.5, "cpu": 8.0}
 
 # Number of keys from which SampleAttention is used by default. At about this length the paper reports no slowdown.
 SAMPLE_DENSE_BELOW = 8192
 # Largest density at which attending to the selected blocks is assumed to be faster than dense attention. ops, cpu:
-# measured (docs/results/prefill.md). metal: not measured; assumes a kernel four times slower per block than MLX's.
+# from timings of single chunks. metal: not measured; assumes a kernel four times slower per block than MLX's.
 SAMPLE_DENSE_ABOVE = {"ops": 0.75, "cpu": 0.8, "metal": 0.22}
-# At most 1 / SAMPLE_SHARE of the queries of a chunk are sampled. A larger sample costs more than it saves
-# (docs/results/prefill.md).
+# At most 1 / SAMPLE_SHARE of the queries of a chunk are sampled. A larger sample costs more than it saves.
 SAMPLE_SHARE = 8
 
 

@@ -46,7 +46,7 @@ CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition 
 FIRST_LINE = "# Written by mlx-sparse advise"
 MIN_COPIED = 0.5  # smallest copying accuracy of dense attention that allows a comparison
 MIN_SPEEDUP = 1.1  # smallest speed-up that is worthwhile
-# The thresholds are as large as the effect of rounding model weights to 5 bits (docs/results/quality.md).
+# The thresholds are about as large as the effect of rounding model weights to 5 bits.
 COPY, TEXT = "copying", "bits_per_byte"  # tasks: copy an excerpt of the prompt, continue the text
 STEPS = 20  # predicted tokens of an example
 MAX_KL = 0.05  # nats, in both tasks

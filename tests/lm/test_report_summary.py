@@ -12,8 +12,8 @@ from mlx_sparse.lm.statistics import RECALL_STEPS, DraftStatistics, LayerStatist
 SHORT = shorter_than(4096)
 
 
-def report(counts: Counts | None = None, **attributes) -> Report:
-    found = Report(attn="sparq", backend="ops", model_type="llama", layers=2, served_layers=2, **attributes)
+def report(counts: Counts | None = None, attn: str = "sparq", **attributes) -> Report:
+    found = Report(attn=attn, backend="ops", model_type="llama", layers=2, served_layers=2, **attributes)
     found.add(counts or Counts())
     return found
 
@@ -51,11 +51,12 @@ def test_saving_is_a_share_of_all_bytes_of_a_step():
     ("counts", "attributes", "hint"),
     [
         (Counts(0, Counter({SHORT: 4})), {}, "dense_below=N in --attn changes the length"),
+        (Counts(0, Counter({SHORT: 4})), {"attn": "sparq:dense_below=0"}, None),  # the user has set the length
         (Counts(0, drafts=DraftStatistics(alone=4, pauses=1)), {}, "drop --lossless here"),
         (Counts(2, Counter(), 4, 10), {"weight_bytes": 1000}, "longer contexts gain more"),
         (Counts(2, Counter(), 4, 1000), {"weight_bytes": 1000}, None),
     ],
-    ids=["short context", "slow drafts", "large weights", "nothing to improve"],
+    ids=["short context", "short context, given length", "slow drafts", "large weights", "nothing to improve"],
 )
 def test_summary_ends_with_the_hint_that_helps_most(counts, attributes, hint):
     last = report(counts, **attributes).summary().splitlines()[-1]

@@ -14,7 +14,7 @@ from text_tokenizers import CharacterTokenizer, SplitTokenizer, WordTokenizer
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.tools.evaluate.tasks import PASSAGES, TASKS, Example
-from mlx_sparse.tools.evaluate.tasks.needles import ENDING
+from mlx_sparse.tools.evaluate.tasks.needles import ENDING, insert_statements
 from mlx_sparse.tools.evaluate.tasks.needles import TASKS as NEEDLES
 from mlx_sparse.tools.evaluate.tasks.text import BITS_TOKENS, COPY_PROMPT, COPY_TARGET
 
@@ -172,6 +172,16 @@ def test_most_frequent_words_are_the_answer(kind: str) -> None:
                 assert answer == [word for word, _ in counts.most_common(3)]
 
 
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
+def test_statements_are_inserted_exactly_at_their_depths(depth: float) -> None:
+    tokenizer = TOKENIZERS["digits"]
+    text, statement = tokenizer.encode(TEXT, add_special_tokens=False), tokenizer.encode("\nVAR XYZ = 12345\n")[1:]
+    prompt, rest = insert_statements(tokenizer, text, [(depth, "\nVAR XYZ = 12345\n")], 401)
+    room = 400 - len(statement)  # the tokenizer begins a text with one token
+    assert prompt[1:] == text[: int(depth * room)] + statement + text[int(depth * room) : room]
+    assert rest == text[room:]
+
+
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_needle_is_at_its_depth(kind: str) -> None:
     found = make_examples("needle", kind)
@@ -183,7 +193,7 @@ def test_needle_is_at_its_depth(kind: str) -> None:
         end = re.search(rf"\n\s?(What is [a-zA-Z ]+\?) {stem}$", prompt)
         assert end is not None
         haystack = found.tokenizer.decode(example.prompt[:-ENDING])
-        text = [OTHERS.sub("", part).strip() for part in haystack.split(statement)]
+        text = [OTHERS.sub("", part).replace("\n", "").strip() for part in haystack.split(statement)]
         before, after = (len(found.tokenizer.encode(part, add_special_tokens=False)) for part in text)
         assert before / (before + after) == pytest.approx(example.depth, abs=0.05)
         kinds.add((example.depth, answer.isdigit()))
