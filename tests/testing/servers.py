@@ -76,6 +76,14 @@ class Server:
             else:
                 return
 
+    def wait_for(self, text: str) -> None:
+        """Read standard error until a line with ``text``. `interrupt` may miss a few lines after it."""
+        assert self.process.stderr
+        for line in self.process.stderr:
+            if text in line:
+                return
+        raise AssertionError(f"the server ended without {text!r}")
+
     def interrupt(self) -> str:
         """Send SIGINT and return standard error. The exit code is ignored, because MLX often aborts at exit."""
         self.process.send_signal(signal.SIGINT)

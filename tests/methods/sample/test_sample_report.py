@@ -66,9 +66,10 @@ def test_batch_counts_the_mean_density_of_its_rows(
 def test_text_report_summarizes_prefill(model: Any):
     with mlx_sparse.sparse(model, SAMPLE + "+" + SPARQ, recall=True) as report:
         generated(model, prompt_of(300))
-    first, *crossovers, prompts, density, recall, decoding, estimate = str(report).splitlines()
+    first, settings, *crossovers, prompts, density, recall, decoding, estimate = str(report).splitlines()
     assert estimate.startswith("  estimated attention recall: ")
     assert first.startswith(f"{SAMPLE}+{SPARQ[: SPARQ.index(',dense')]}"[:30])
+    assert settings.startswith("  settings: sample:block_size=32,")
     assert crossovers == ["  prefill sparse at 0 keys and longer (given)", "  sparse at 5 keys and longer (given)"]
     assert prompts == f"  sparse prefill calls: {LAYERS}, {BLOCK / 299:.1%} of the queries sampled"
     percent = r"\d+\.\d%"
