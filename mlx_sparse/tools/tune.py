@@ -23,18 +23,18 @@ from ..checks import ConfigError, Parser, check_int, check_sample, check_share, 
 from ..lm import sparse
 from ..lm.model import native_dense
 from ..methods import Sample
-from . import formats
+from . import terminal
 from .assets.models import DEFAULT
 from .evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from .evaluate.journal import Journal
 from .evaluate.runner import passage_logits
 from .evaluate.tasks import PASSAGES, SHORTEST, Maker, Passage
 from .formats import check_own, write_toml
+from .progress import Bar
 
 if TYPE_CHECKING:
     from mlx import nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
-    from tqdm import tqdm
 
 # Values from Table 6 of the paper, and the numbers of chunks that the paper selects.
 ALPHAS = (0.80, 0.85, 0.90, 0.92, 0.95, 0.98)
@@ -142,7 +142,7 @@ class Search:
     def grid(self) -> list[Setting]:
         return settings_grid(self.args.alpha_column, self.args.alpha_slash, self.args.chunks)
 
-    def tune(self, up_to: int, lengths: tuple[int, ...], progress: tqdm) -> Tuned:
+    def tune(self, up_to: int, lengths: tuple[int, ...], progress: Bar) -> Tuned:
         """Run every setting at ``lengths`` and select two settings."""
         dense = self._measure(None, lengths, progress)
         if dense.accuracy < self.args.min_accuracy:
@@ -154,7 +154,7 @@ class Search:
         measured = [self._measure(setting, lengths, progress) for setting in self.grid]
         return Tuned(up_to, lengths, dense, measured, *select(dense, measured))
 
-    def _measure(self, setting: Setting | None, lengths: tuple[int, ...], progress: tqdm) -> Measured:
+    def _measure(self, setting: Setting | None, lengths: tuple[int, ...], progress: Bar) -> Measured:
         trials: list[tuple[str, int, Trial]] = []
         for length, (task, make) in itertools.product(lengths, RETRIEVAL.items()):
             options = {"context": length, "limit": self.args.examples, "seed": self.args.seed}
@@ -308,8 +308,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
-    from tqdm import tqdm
-
     model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_license)
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
@@ -322,10 +320,10 @@ def _tune(args: argparse.Namespace, state: Path | None) -> list[Tuned]:
     journal = Journal(state, "tune-sample", fingerprint(model, tokens, *options), Trial)
     search = Search(model, tokenizer, tokens, journal, args)
     runs = sum(len(of) for _, of in ranges) * len(RETRIEVAL) * args.examples * (1 + len(search.grid))
-    with tqdm(total=runs, unit="prompt", disable=None) as progress:
+    with Bar("", runs, "prompts") as progress:
         found = []
         for up_to, lengths in ranges:
-            progress.set_description(f"below {up_to:,} keys")
+            progress.stage(f"below {up_to:,} keys")
             found.append(search.tune(up_to, lengths, progress))
     return found
 
@@ -376,7 +374,7 @@ def _summary(row: Measured) -> str:
 
 
 def table(tuned: Sequence[Tuned]) -> str:
-    """Return all measurements and the selected settings as Markdown."""
+    """Return all measurements and the selected settings as text."""
     rows = []
     for found in tuned:
         for row in (found.dense, *found.measured):
@@ -388,12 +386,13 @@ def table(tuned: Sequence[Tuned]) -> str:
             rows.append(cells)
     header = ["keys", "column", "slash", "chunks", *RETRIEVAL, "accuracy", "density", "sampled", "work", "seconds", ""]
     lines = [
-        formats.table(header, rows),
-        "",
         "work = density + sampled / 2: multiply-adds relative to dense attention. Settings are ranked by work.",
         f"Speed first keeps at least {SPEED_FIRST_SHARE:.0%} of dense attention's accuracy.",
     ]
-    return "\n".join(lines + [f"Below {one.up_to:,} keys: {NOT_LOSSLESS}" for one in tuned if not one.lossless])
+    for one in tuned:
+        both = f"{one.accuracy_first.setting} (accuracy first), {one.speed_first.setting} (speed first)"
+        lines.append(f"Below {one.up_to:,} keys: {both}.{'' if one.lossless else f' {NOT_LOSSLESS}'}")
+    return f"{terminal.table(header, rows, 4)}\n\n{terminal.fill(*lines)}"
 
 
 def as_dict(tuned: Sequence[Tuned], model: str, block_size: int) -> dict[str, object]:
