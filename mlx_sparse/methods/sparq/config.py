@@ -39,6 +39,7 @@ class Selection(NamedTuple):
 
 # By default, a step attends to at least `FEWEST_KEYS` keys and about 1 of `KEYS_SHARE` keys (docs/results/quality.md).
 FEWEST_KEYS, KEYS_SHARE = 128, 16
+METAL_LIST_BYTES = 76  # bytes per attended key that the launches pass on, as scores and indices (scripts/traffic.py)
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,8 @@ class SparQ(Method):
         if not self.scores_rows(packed=packed):  # int4 scoring keys have the same size for every type of cache
             scored = self.rank * (itemsize if self.key_bits == 16 else (2 * self.key_bits + 1) / 16)
         per_key = scored + self._score_bytes(G, packed=packed, backend=backend)
-        return round(S * per_key) + self.rows(S) * row_bytes + 4 * D * itemsize
+        lists = METAL_LIST_BYTES * self.rows(S) // 2 if backend == "metal" else 0
+        return round(S * per_key) + lists + self.rows(S) * row_bytes + 4 * D * itemsize
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
         """Spend half of the budget on scores and half on attention.
