@@ -9,7 +9,6 @@ from statistics import mean
 from typing import Any
 
 from ...core.base import Prefill
-from ...methods import Sample
 from .. import terminal
 from ..evaluate.tasks import PASSAGES, Maker, Passage
 
@@ -170,9 +169,10 @@ def _summary(row: Measured) -> str:
 def setting(row: Measured) -> str:
     """Return the tuned parameters of a method in a few characters."""
     config: Any = row.config
-    if isinstance(config, Sample):
-        return f"sample {config.alpha_column:g}:{config.alpha_slash:g}:{config.chunks}"
-    return "dense" if config is None else f"gather {config.share:g}"
+    if config is None:
+        return "dense"
+    values = (config.alpha_column, config.alpha_slash, config.chunks) if config.name == "sample" else (config.share,)
+    return f"{config.name} {':'.join(f'{value:g}' for value in values)}"
 
 
 def table(tuned: Sequence[Tuned]) -> str:
