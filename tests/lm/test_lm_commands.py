@@ -230,8 +230,8 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
-        "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled; will be "
-        "measured at 8,192 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys)"
+        "; prefill sparse at 16,384 keys and longer if at most 75% of the blocks are selected (modeled; will be "
+        "measured at 16,384 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys)"
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
 
@@ -255,7 +255,7 @@ def test_long_prefill_is_counted(finished: Runs, tmp_path: Path, capsys: Any, mo
 def test_warning_names_the_reasons_of_dense_calls(finished: Runs):
     _, second, *_ = finished("short, prompts").err.splitlines()
     assert second == (
-        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 8,192 keys, 2 with a single query "
+        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 16,384 keys, 2 with a single query "
         "(no decode method)"
     )
 
