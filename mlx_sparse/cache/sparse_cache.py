@@ -193,10 +193,12 @@ class SparseCache:
         moved = config.step_bytes(S, D, **how, G=G, backend=backend)
         return B * Hkv * (moved - (config.rows(S) // 2 * self.row_bytes if self.latent else 0))
 
-    def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
+    def attend(
+        self, queries: mx.array, config: Method, *, scale: float, backend: str, bias: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
         """Run one decode step with the method ``config``. See `Step` for the arguments and results."""
         step = self.bind(config, queries.shape[1] // self.key_rows.shape[1], backend)
-        out, lse, *_ = step(queries, self, self.length, scale)
+        out, lse, *_ = step(queries, self, self.length, scale, bias=bias)
         return out, lse
 
     def bind(self, config: Method, G: int, backend: str) -> Step:
@@ -305,7 +307,7 @@ class SparseCache:
         S = self.length if S is None else S
         if backend in registry.WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}
-        return self.key_rows[..., :S, :], self.value_rows[..., :S, :], {}
+        return self.keys[..., :S, :], (self.keys if self.latent else self.values)[..., :S, :], {}
 
     def by_heads(self, run: Run, queries: mx.array, backend: str, *, packed: bool = False) -> tuple[mx.array, ...]:
         """Call ``run`` on ``queries (B, Hq, L, D)`` and this cache's rows. Subclasses may run a few heads at a time.

@@ -82,10 +82,11 @@ def markdown(facts: Sequence[Facts], mlx_lm: str) -> str:
             seen = f"[reported]({absent['source']})"
             rows.append([f"not in mlx-lm {mlx_lm}", absent["models"], "no", absent["attention"], seen])
     whole = f"**Every layer can be sparse**, and was run: {_list(models)}."
-    mla = f"**Every MLA layer can be sparse**, if you set `component_score`: {_list(row.family for row in latent)}."
+    mla = f"**Every MLA layer can be sparse**, if you set `component_score`: {_list(row.family for row in latent)}.\n\n"
+    mla = mla if latent else ""
     none = "".join(f"* {reason}: {_list(families)}.\n" for reason, families in dense.items())
     return (
-        f"{_summary(facts, mlx_lm)}\n\n{whole}\n\n{mla}\n\n**No layer can be sparse** (probed, not run), by the kind "
+        f"{_summary(facts, mlx_lm)}\n\n{whole}\n\n{mla}**No layer can be sparse** (probed, not run), by the kind "
         f"of its layers:\n\n{none}\n**Other families**:\n\n{table(HEADER, rows)}"
     )
 
