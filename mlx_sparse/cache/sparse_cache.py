@@ -208,7 +208,7 @@ class SparseCache:
         until `layer_plan` becomes None.
         """
         self.layer_plan = None
-        function, now, parameters = registry.load(config.name, backend), config, config.parameters(G)
+        function, size, parameters = registry.load(config.name, backend), 0, {}
         state, whole = self.state_of(config.name), backend in registry.WHOLE_BUFFERS
         read = None if state is None else state.bind(self, config, G, whole=whole)
         keep, padding = None if state is None else state.keep, self.padding
@@ -221,9 +221,9 @@ class SparseCache:
             hooks: object = None,
             bias: mx.array | None = None,
         ) -> Attended:
-            nonlocal now, parameters
-            if (grown := config.at(S)) is not now:
-                now, parameters = grown, grown.parameters(G)
+            nonlocal size, parameters
+            if size != S.bit_length():
+                size, parameters = S.bit_length(), config.at(S).parameters(G)
             given = parameters if read is None else parameters | read(cache, S)
             if bias is not None:
                 given = given | {"bias": bias}

@@ -160,7 +160,10 @@ class Method:
         return True
 
     def at(self, S: int) -> Self:
-        """Return the method with its settings for a context of ``S`` keys. Equal settings are the same object."""
+        """Return the method with its settings for a context of ``S`` keys.
+
+        The settings of a decode method change only where ``S`` is a power of two.
+        """
         return self
 
     def parameters(self, G: int = 1) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -138,12 +137,15 @@ class SparQ(Method):
 
     @property
     def attended(self) -> int:
-        return FEWEST_KEYS if self.top_k == "auto" else int(self.top_k)
+        return self.attended_at(0)
+
+    def attended_at(self, S: int) -> int:
+        """Return the number of attended keys per KV head in a step over ``S`` keys, if the cache has that many."""
+        grown = (1 << (S // KEYS_SHARE).bit_length()) >> 1  # the largest power of two that is not larger
+        return max(FEWEST_KEYS, grown) if self.top_k == "auto" else int(self.top_k)
 
     def at(self, S: int) -> SparQ:
-        if self.top_k != "auto":
-            return self
-        return _with_top_k(self, max(FEWEST_KEYS, (1 << (S // KEYS_SHARE).bit_length()) >> 1))
+        return dataclasses.replace(self, top_k=self.attended_at(S))
 
     def check_head_dim(self, D: int) -> None:
         check_rank(self.rank, D)
@@ -190,17 +192,17 @@ class SparQ(Method):
         while True:
             fixed = (top_k + 1) * step.pair_bytes
             S = math.ceil((ENOUGH_SAVED[step.device] / step.heads + fixed) / per_key)
-            if self.at(S).attended <= top_k:
+            if self.attended_at(S) <= top_k:
                 return S
             if S > NEVER:
                 return NEVER
             top_k *= 2
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.at(S).attended, key_bits=self.key_bits)
+        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.attended_at(S), key_bits=self.key_bits)
 
     def rows(self, S: int) -> int:
-        return 2 * min(self.at(S).attended, S)
+        return 2 * min(self.attended_at(S), S)
 
     def _score_bytes(self, G: int, *, packed: bool, backend: str) -> int:
         """Return the bytes per key of the score buffer, which one pass over the keys writes and the next pass reads.
@@ -239,8 +241,3 @@ def _list_bytes(S: int) -> int:
     """
     return 8 if S <= 8192 else 16 * -(-S // 4096) + 24
 
-
-@functools.lru_cache(maxsize=256)
-def _with_top_k(config: SparQ, top_k: int) -> SparQ:
-    """Return ``config`` with ``top_k``, always the same object: decode steps compare it by identity."""
-    return dataclasses.replace(config, top_k=top_k)
