@@ -14,7 +14,7 @@ from ...core import stats
 from ...core.base import Method, Step
 from ...core.cost import ENOUGH_SAVED
 from ...core.decide import NEVER
-from .scoring_keys import KEY_BITS
+from .scoring_keys import KEY_BITS, Projection
 
 
 class Selection(NamedTuple):
@@ -25,6 +25,8 @@ class Selection(NamedTuple):
             None for ``component_score="query"``.
         left_padding: ``(B,)`` int, index of the first valid key of each sequence.
         keys_t: ``(B, Hkv, D, S)`` component-major keys or `KeyCodes`.
+        projection: projection of queries and latents onto ``rank`` components for ``component_score="low_rank"``. Then
+            ``keys_t`` has the `KeyCodes` of projected latents.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class Selection(NamedTuple):
     component_weight: Any = None
     left_padding: Any = None
     keys_t: Any = None
+    projection: Projection | None = None
 
 
 @dataclass(frozen=True)
