@@ -40,7 +40,7 @@ def dense_below(config: SparQ, heads: int, D: int, *, native: bool) -> int:
     length, SparQ becomes faster than dense attention: as native kernels if ``native`` is set, else as function bodies.
     """
     if native:
-        modeled = NATIVE_CONTEXT * config.top_k
+        modeled = NATIVE_CONTEXT * config.attended
     else:
         modeled = max(config.modeled_context(None), ENOUGH_SAVED // (heads * (2 * D - config.rank)))
     return decide(config, Facts(estimate=modeled), ()).crossover

@@ -13,15 +13,20 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_sparse.tools import environment
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+HEAD = ["git", "rev-parse", "--short=8", "HEAD"]
 FIELDS = {
     **{name: str for name in ("key", "model", "task", "method", "metric", "command", "commit", "machine")},
     **{name: int for name in ("context", "examples")},
@@ -149,6 +154,16 @@ def timed(page: str, file: Path, commit: str) -> Iterator[dict[str, Any]]:
             yield {"key": key, **about, "metric": metric, "mean": mean, **limits}
 
 
+def origin(script: str, arguments: Sequence[str], *packages: str) -> dict[str, str]:
+    """Return the fields of a row that say how ``python scripts/SCRIPT ARGUMENTS`` made it."""
+    versions = ", ".join(f"{package} {environment.version_of(package)}" for package in packages)
+    return {
+        "command": shlex.join(["python", f"scripts/{script}", *arguments]),
+        "commit": subprocess.check_output(HEAD, text=True, cwd=ROOT).strip(),
+        "machine": f"{environment.hardware()['chip']}, {os.cpu_count()} cores; {versions}",
+    }
+
+
 def short(name: str) -> str:
     """Return a part of a key: lower case, and other characters than letters and digits as dashes."""
     return re.sub(r"[^a-z0-9_.@+-]+", "-", name.lower()).strip("-")
@@ -165,8 +180,7 @@ def main() -> int:
     adding.add_argument("--commit", help="commit that ran the evaluation (default: HEAD)")
     args = parser.parse_args()
     if args.command == "add":
-        head = ["git", "rev-parse", "--short=8", "HEAD"]
-        add(args.page, args.folder, args.commit or subprocess.check_output(head, text=True, cwd=ROOT).strip())
+        add(args.page, args.folder, args.commit or subprocess.check_output(HEAD, text=True, cwd=ROOT).strip())
         return 0
     rows = read_rows()
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

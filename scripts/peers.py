@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shlex
 import struct
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 import onnx
-from evidence import short
+from evidence import origin, short
 from mlx_sparse.onnx_export import bench
 from mlx_sparse.onnx_export.bench_generate import fill
 from mlx_sparse.onnx_export.exporter.export import export
@@ -41,7 +40,7 @@ from mlx_sparse.files import cache_directory
 from mlx_sparse.methods import parse
 from mlx_sparse.tools.assets import smollm2, store
 from mlx_sparse.tools.bench.core import Case, Shape, prepare_and_check
-from mlx_sparse.tools.environment import hardware, version_of
+from mlx_sparse.tools.environment import version_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LLAMA, BUILD = "llama-cpp-python==0.3.36", "-DGGML_NATIVE=ON -DGGML_OPENMP=OFF"
@@ -258,10 +257,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--turns", type=int, default=9, help="timed turns (default: 9)")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE.jsonl", help="file for the rows")
     args = parser.parse_args(arguments)
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
-    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
-    facts = {"command": shlex.join(["python", "scripts/peers.py", *arguments]), "commit": commit}
-    facts["machine"] = f"{hardware()['chip']}, {os.cpu_count()} cores; {ONNXRUNTIME}"
+    facts = origin("peers.py", arguments, "onnxruntime")
     whole = args.what == "model"
     for case, runs in models(args.lengths) if whole else layers(args.lengths):
         turns = [{name: run(turn) for name, run in runs.items()} for turn in range(args.turns + 1)][1:]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from evidence import origin
 from tqdm import tqdm
 
 import mlx_sparse
@@ -31,6 +32,7 @@ import msl
 KV_HEADS, GROUP, D, ITEM = 2, 4, 128, 2
 KEYS, PROMPT = 16_384, (256, 1024)  # decode: S; prefill: L, S
 BUCKETS, PROBES = 128, 8
+MB = 1e6
 
 
 def random(heads: int, length: int) -> mx.array:
@@ -72,10 +74,10 @@ CONFIGS = {"sparq": SparQ(key_bits=16, reallocate=False), "sparq4": SparQ(reallo
 
 
 def count(method: str) -> dict[str, Any]:
-    """Call ``method`` once in the harness, and return a dict for JSON.
+    """Call ``method`` once in the harness, and return a row of docs/results/traffic.jsonl, in MB.
 
-    The dict contains the kernels and the bytes moved in each buffer. It also contains the bytes according to the
-    formulas of ``method`` and of dense attention, and the bytes that reports of `--attn` print ("modeled").
+    The row also has the kernels, the bytes moved in each buffer, the MB according to the formulas of ``method`` and of
+    dense attention, and the MB that reports of `--attn` print ("modeled").
     """
     mx.random.seed(0)
     with msl.emulated(strict=False) as metal:
@@ -88,31 +90,40 @@ def count(method: str) -> dict[str, Any]:
         heads = KV_HEADS * (GROUP if method == "sample" else 1)  # formulas count per KV head, in prefill per query head
         sizes: dict[str, Any] = {"itemsize": ITEM, "row_bytes": D * ITEM, "G": GROUP, "backend": "metal"}
         config = CONFIGS.get(method)
+        shape = f"{KV_HEADS * GROUP}x{KV_HEADS}x{D}"
         return {
+            "key": f"traffic/{method}/{shape}/megabytes",
+            "model": f"{shape} float16",
+            "task": "prefill" if method == "sample" else "decode",
             "method": method,
+            "context": PROMPT[1] if method == "sample" else KEYS,
+            "examples": 1,
+            "metric": "megabytes",
+            "mean": moved.total() / MB,
+            "sem": None,
             "kernels": [report.kernel for report in metal.launches],
             "bytes": dict(moved.most_common()),
-            "total": moved.total(),
-            "formula": heads * stats.elements * ITEM,
-            "modeled": config and KV_HEADS * config.step_bytes(KEYS, D, **sizes),
-            "dense": heads * stats.dense_elements * ITEM,
+            "formula": heads * stats.elements * ITEM / MB,
+            "modeled": config and KV_HEADS * config.step_bytes(KEYS, D, **sizes) / MB,
+            "dense": heads * stats.dense_elements * ITEM / MB,
+            **origin("traffic.py", [method], "mlx"),
         }
 
 
 def text(rows: list[dict[str, Any]]) -> str:
     cells = [
-        [row["method"], len(row["kernels"]), *(f"{row[name] / 1e3:,.0f}" for name in ("total", "formula", "dense"))]
+        [row["method"], len(row["kernels"]), *(f"{row[name]:.2f}" for name in ("mean", "formula", "dense"))]
         for row in rows
     ]
     shape = f"{KV_HEADS} KV heads, G = {GROUP}, D = {D}, float16; decode over {KEYS:,} keys, prefill of {PROMPT}"
-    titles = ["method", "launches", "counted kB", "formula kB", "dense formula kB"]
+    titles = ["method", "launches", "counted MB", "formula MB", "dense formula MB"]
     return f"{shape}.\n\n{table(titles, [list(map(str, line)) for line in cells])}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*METHODS, []], help=", ".join(METHODS))
-    parser.add_argument("--json", action="store_true", help="print one JSON object per method")
+    parser.add_argument("--json", action="store_true", help="print the rows of docs/results/traffic.jsonl")
     args = parser.parse_args(argv)
     if sys.platform != "linux":
         parser.error(f"expected Linux, where the harness of tests/msl runs, got {sys.platform}.")

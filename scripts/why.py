@@ -22,10 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
-import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -35,6 +32,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from evidence import origin
 from tqdm import tqdm
 
 from mlx_sparse.checks import Parser
@@ -44,7 +42,6 @@ from mlx_sparse.lm.model import has_qk_norm
 from mlx_sparse.methods.sparq import ops
 from mlx_sparse.methods.sparq.config import Selection
 from mlx_sparse.methods.text import parse
-from mlx_sparse.tools import environment
 from mlx_sparse.tools.assets.models import DEFAULT, add_model_options, check_model
 from mlx_sparse.tools.evaluate import texts as real_texts
 from mlx_sparse.tools.evaluate.inputs import encode_texts, load_model
@@ -195,17 +192,14 @@ def main() -> int:
     passages = [passage.tokens for part in tokens for passage in read_text(part, tokenizer, **options)]
     shapes, last = find_layer_shapes(model, 0), args.context // 4
     steps = -(-SELECTIONS // len(shapes))
-    name, head = Path(args.model or DEFAULT).name, ("git", "rev-parse", "--short=8", "HEAD")
-    versions = ", ".join(f"{package} {environment.version_of(package)}" for package in ("mlx", "mlx-lm"))
+    name = Path(args.model or DEFAULT).name
     about = {
+        **origin("why.py", sys.argv[1:], "mlx", "mlx-lm"),
         "model": name,
         "task": "text",
         "context": args.context,
         "examples": len(passages) * steps * len(shapes),
         "passages": len(passages),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip(),
-        "machine": f"{environment.hardware()['chip']}, {os.cpu_count()} cores; {versions}",
     }
     with tempfile.TemporaryDirectory() as folder:
         sizes = (len(passages), args.context, min(QUERIES, last), args.context - last)

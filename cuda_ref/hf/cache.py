@@ -98,7 +98,7 @@ class SparQLayer(DynamicLayer):
         """Run SparQ for ``query (B, Hq, 1, D)``. Return ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``."""
         assert self.keys is not None
         assert self.values is not None
-        settings = config.parameters(query.shape[1] // self.keys.shape[1])
+        settings = config.at(self.keys.shape[2]).parameters(query.shape[1] // self.keys.shape[1])
         keys_t, value_mean, deviation = self.read(
             mean=settings["reallocate"],
             spread=config.component_score == "query_key",

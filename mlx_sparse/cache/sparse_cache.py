@@ -202,12 +202,15 @@ class SparseCache:
         until `layer_plan` becomes None.
         """
         self.layer_plan = None
-        function, parameters = registry.load(config.name, backend), config.parameters(G)
+        function, now, parameters = registry.load(config.name, backend), config, config.parameters(G)
         state, whole = self.state_of(config.name), backend in registry.WHOLE_BUFFERS
         read = None if state is None else state.bind(self, config, G, whole=whole)
         keep, padding = None if state is None else state.keep, self.padding
 
         def step(queries: mx.array, cache: SparseCache, S: int, scale: float, hooks: object = None) -> Attended:
+            nonlocal now, parameters
+            if (grown := config.at(S)) is not now:
+                now, parameters = grown, grown.parameters(G)
             given = parameters if read is None else parameters | read(cache, S)
             keys, values, length = cache.rows(backend, S)
             given = given | length

@@ -52,7 +52,7 @@ def _settings(config: Method, G: int) -> str:
     settled = config.for_model(qk_norm=False)  # settings from models are already resolved
     # The alphas change the density, but not the time at a given density.
     settings = {name: value for name, value in settled.parameters(G).items() if not name.startswith("alpha")}
-    settings |= {name: getattr(settled, name, None) for name in ("component_score", "score")}
+    settings |= {name: getattr(settled, name, None) for name in ("top_k", "component_score", "score")}
     return ",".join(f"{name}={value}" for name, value in sorted(settings.items()) if value not in (None, "rows"))
 
 

@@ -143,6 +143,10 @@ class Method:
         """
         return True
 
+    def at(self, S: int) -> Self:
+        """Return the method with its settings for a context of ``S`` keys. Equal settings are the same object."""
+        return self
+
     def parameters(self, G: int = 1) -> dict[str, Any]:
         """Return a dict of keyword arguments for the backend functions, for ``G`` query heads per KV head.
 
@@ -270,10 +274,6 @@ class Prefill(Method):
     def block_size(self) -> int:
         """Number of queries per row block and of keys per key block; 1 if each query selects single keys."""
         return 1
-
-    def at(self, S: int) -> Prefill:
-        """Return the method with its settings for a context of ``S`` keys."""
-        return self
 
     def layout(self, L: int, S: int) -> Layout:
         """Return the row blocks, key blocks and sampled rows for ``L`` queries over ``S`` keys."""

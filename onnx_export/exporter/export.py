@@ -128,7 +128,7 @@ def export(
     family = family_of(settings)
     check_modules(loaded, dequantize=dtype == "float32")
     length = length_of(settings, max_length)
-    decode = DECODE[type(config)].resolve(config, loaded, native=native)
+    decode = DECODE[type(config)].resolve(config.at(0), loaded, native=native)
     target = Target(
         decode,
         max_length=length,

@@ -307,7 +307,7 @@ def test_sparq_is_dense_until_a_step_saves_enough_bytes(key_bits: int, sizes: tu
     step, config = Step(*sizes, device), SparQ(key_bits=key_bits)
 
     def saved(S: int) -> float:
-        attended = step.itemsize * (stats.dense_elements(S, step.D) - 2 * config.top_k * step.D - 4 * step.D)
+        attended = step.itemsize * (stats.dense_elements(S, step.D) - (config.rows(S) + 4) * step.D)
         scored = step.itemsize * 32 * S if key_bits == 16 else 32 * S * 9 / 16
         return step.heads * (attended - scored - 2 * (4 if key_bits == 16 else 1) * step.G * S)
 
@@ -315,6 +315,18 @@ def test_sparq_is_dense_until_a_step_saves_enough_bytes(key_bits: int, sizes: tu
     assert saved(first - 1) < ENOUGH_SAVED[step.device] <= saved(first)
     assert SparQ(dense_below=300).shortest_context(step) == 300
     assert SparQ(top_k=64).shortest_context(step) == 65
+
+
+@pytest.mark.parametrize(
+    ("S", "top_k"), [(1, 128), (4095, 128), (4096, 256), (8191, 256), (8192, 512), (1 << 17, 8192)]
+)
+def test_the_default_number_of_attended_keys_grows_with_the_context(S: int, top_k: int) -> None:
+    config = SparQ()
+    assert config.at(S) is config.at(S), "decode steps compare it by identity"
+    assert config.at(S) == SparQ(top_k=top_k)
+    assert config.rows(S) == 2 * min(S, top_k)
+    assert config.elements(S, 64) == SparQ(top_k=top_k).elements(S, 64)
+    assert SparQ(top_k=7).at(S) == SparQ(top_k=7), "a given number does not grow"
 
 
 def test_sizes_do_not_change_the_crossover_of_array_operations() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
-from ...checks import check_choice, check_rank
+from ...checks import check_choice, check_int, check_rank
 from ...core import stats
 from ...core.base import Method, Step
 from ...core.cost import ENOUGH_SAVED
@@ -39,6 +40,10 @@ class Selection(NamedTuple):
     projection: Projection | None = None
 
 
+# By default, a step attends to at least `FEWEST_KEYS` keys and about 1 of `KEYS_SHARE` keys (docs/results/quality.md).
+FEWEST_KEYS, KEYS_SHARE = 128, 16
+
+
 @dataclass(frozen=True)
 class SparQ(Method):
     """Attend to the keys that score highest on a few components. Default: the measured setting, not the paper's.
@@ -48,7 +53,8 @@ class SparQ(Method):
 
     Attributes:
         rank: number r of query components used to score each key, 1..D.
-        top_k: number of attended keys per KV head, including the local window.
+        top_k: number of attended keys per KV head, including the local window. "auto" grows with the context: it is the
+            largest power of two that is at most 1/16 of the keys, but at least 128. An exported file has 128.
         local_window: number of last valid keys that are always attended to, 0..top_k; None means ``top_k // 4``.
         reallocate: if True, add the mean value, weighted by the softmax mass of the skipped keys. "auto" is True for
             one query head per KV head, but False for "query_key", which underestimates the attention recall
@@ -65,8 +71,8 @@ class SparQ(Method):
         dense_below: context length in keys below which attention stays dense. "auto" is the length that was measured
             on this machine (`mlx-sparse calibrate`). Before a measurement, "auto" is ``16 * top_k`` on the `ops`
             backend (docs/results/speed.md). On `cpu` and GPU backends, "auto" is the length at which a step saves
-            `ENOUGH_SAVED` bytes. If ``top_k`` is below the default, as in experiments on short texts, every step that
-            can be sparse is sparse.
+            `ENOUGH_SAVED` bytes. If ``top_k`` is below 128, as in experiments on short texts, every step that can be
+            sparse is sparse.
     """
 
     name: ClassVar[str] = "sparq"
@@ -76,7 +82,7 @@ class SparQ(Method):
     )
     plot_style: ClassVar[tuple[str, str]] = ("#0072B2", "o")
     budget_setting: ClassVar[str] = "top_k"
-    limits: ClassVar[Mapping[str, int]] = {"rank": 1, "top_k": 1}
+    limits: ClassVar[Mapping[str, int]] = {"rank": 1}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Measured setting: the default of the method.
         "default": {"component_score": "auto", "key_bits": 4},
@@ -87,7 +93,7 @@ class SparQ(Method):
     }
 
     rank: int = 32
-    top_k: int = 128
+    top_k: str | int = "auto"
     local_window: int | None = None
     reallocate: str | bool = "auto"
     component_score: str = "auto"
@@ -96,6 +102,8 @@ class SparQ(Method):
     dense_below: str | int = "auto"
 
     def __post_init__(self) -> None:
+        if self.top_k != "auto":
+            check_int("top_k", self.top_k, 1)
         super().__post_init__()
         check_choice("reallocate", self.reallocate, ("auto", True, False))
         check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
@@ -119,6 +127,15 @@ class SparQ(Method):
         mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
         return dataclasses.replace(self, component_score=score, reallocate=mixes)
 
+    @property
+    def attended(self) -> int:
+        return FEWEST_KEYS if self.top_k == "auto" else int(self.top_k)
+
+    def at(self, S: int) -> SparQ:
+        if self.top_k != "auto":
+            return self
+        return _with_top_k(self, max(FEWEST_KEYS, (1 << (S // KEYS_SHARE).bit_length()) >> 1))
+
     def check_head_dim(self, D: int) -> None:
         check_rank(self.rank, D)
 
@@ -137,16 +154,18 @@ class SparQ(Method):
         return not self.reallocates(G)
 
     def parameters(self, G: int = 1) -> dict[str, Any]:
+        if self.top_k == "auto":
+            return self.at(0).parameters(G)
         found = super().parameters(G) | {"reallocate": self.reallocates(G)}
         return {name: found[name] for name in ("rank", "top_k", "local_window", "reallocate")}
 
     @property
     def experiment(self) -> bool:
-        return self.top_k < SparQ.top_k
+        return self.attended < FEWEST_KEYS
 
     def modeled_context(self, step: Step | None) -> int:
         if not step or step.device not in ENOUGH_SAVED:
-            return 16 * self.top_k
+            return KEYS_SHARE * self.attended
         # The step must save `ENOUGH_SAVED` bytes. It saves the elements of keys and values that it does not read,
         # (sparq.11) minus (sparq.12) or (sparq.23). It writes and reads the score buffer, one number per key and query
         # head: float32, or 8 bits if the precision suffices.
@@ -158,11 +177,21 @@ class SparQ(Method):
         per_key -= self._score_bytes(step.G, packed=packed, backend="metal")
         if per_key <= 0:
             return NEVER
-        fixed = 2 * (self.top_k + 1) * step.row_bytes
-        return math.ceil((ENOUGH_SAVED[step.device] / step.heads + fixed) / per_key)
+        top_k = self.attended
+        while True:
+            fixed = 2 * (top_k + 1) * step.row_bytes
+            S = math.ceil((ENOUGH_SAVED[step.device] / step.heads + fixed) / per_key)
+            if self.at(S).attended <= top_k:
+                return S
+            if S > NEVER:
+                return NEVER
+            top_k *= 2
 
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
-        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.top_k, key_bits=self.key_bits)
+        return stats.sparq_elements(S, D, rank=self.rank, top_k=self.at(S).attended, key_bits=self.key_bits)
+
+    def rows(self, S: int) -> int:
+        return 2 * min(self.at(S).attended, S)
 
     def _score_bytes(self, G: int, *, packed: bool, backend: str) -> int:
         """Return the bytes per key of the score buffer, which one pass over the keys writes and the next pass reads.
@@ -191,3 +220,9 @@ class SparQ(Method):
             return dataclasses.replace(config, rank=min(max(1, int(rank)), D)), "top_k"
         free = [setting for setting in ("top_k", "rank") if setting not in named]
         return config, free[0] if free else ""
+
+
+@functools.lru_cache(maxsize=256)
+def _with_top_k(config: SparQ, top_k: int) -> SparQ:
+    """Return ``config`` with ``top_k``, always the same object: decode steps compare it by identity."""
+    return dataclasses.replace(config, top_k=top_k)

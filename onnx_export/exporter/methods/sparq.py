@@ -38,7 +38,7 @@ class SparQDecoding(Decoding):
         resolved = config.for_model(qk_norm="q_norm" in attention, grouped=G > 1)
         method = dataclasses.replace(
             resolved,
-            local_window=check_local_window(config.local_window, config.top_k),
+            local_window=check_local_window(config.local_window, config.attended),
             reallocate=resolved.reallocates(G),
             dense_below=dense_below(config, attention.n_kv_heads, D, native=native),
         )
@@ -48,8 +48,8 @@ class SparQDecoding(Decoding):
         method = self.method
         return {
             "rank": method.rank,
-            "top_k": method.top_k,
-            "local_window": check_local_window(method.local_window, method.top_k),
+            "top_k": method.attended,
+            "local_window": check_local_window(method.local_window, method.attended),
             "reallocate": int(bool(method.reallocate)),
             "component_score": ("query", "query_key").index(method.component_score),
             "lanes": lanes,
@@ -71,7 +71,7 @@ class SparQDecoding(Decoding):
 
     def shortened(self) -> SparQDecoding:
         method = self.method
-        top_k = min(method.top_k, KEYS)
+        top_k = min(method.attended, KEYS)
         window = min(int(method.local_window or 0), top_k // 4)
         short = dataclasses.replace(method, top_k=top_k, local_window=window, dense_below=0)
         return dataclasses.replace(self, method=short)
