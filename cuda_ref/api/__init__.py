@@ -16,7 +16,7 @@ import torch
 import triton as triton  # raises here, when a function is imported, if triton is missing
 
 from mlx_sparse.api.functions import Functions
-from mlx_sparse.checks import ShapeError, Sizes
+from mlx_sparse.checks import BackendUnavailable, ShapeError, Sizes
 from mlx_sparse.core import registry
 
 from .. import checks
@@ -43,7 +43,11 @@ class Torch:
             if same_type:
                 checks.check_type(name, array, like.dtype)
 
-    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: torch.Tensor) -> str:
+    def resolve(
+        self, backend: str, function: str, sizes: Sizes, *arrays: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> str:
+        if bias is not None:
+            raise BackendUnavailable("backend: expected ops or cpu of mlx_sparse with a bias, got triton.")
         checks.check_backend(backend, arrays[0].device)
         if max(sizes.B, sizes.Hkv) > checks.GRID_LIMIT:
             raise ShapeError(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..checks import Shaped, Sizes, check_choice, check_qkv, check_shape
+from ..checks import Shaped, Sizes, check_choice, check_decode_step, check_qkv, check_shape
 from ..core import stats
 from ..core.blocks.layout import Layout
 from ..core.decide import skips_keys
@@ -33,8 +33,8 @@ class Library(Protocol[Array]):
     ) -> None:
         """Raise an error if ``array`` has an unsupported type or dtype, or is not on the device of ``like``."""
 
-    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Array) -> str:
-        """Return the backend that runs ``function`` on ``arrays``.
+    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Array, bias: Array | None = None) -> str:
+        """Return the backend that runs ``function`` on ``arrays``, with ``bias`` unless it is None.
 
         Raises:
             BackendUnavailable, ConfigError, ShapeError: the backend cannot run the function on ``arrays``.
@@ -68,8 +68,9 @@ class Call(Generic[Array]):
         left_padding: Array | None = None,
         backend: str = "auto",
         return_stats: bool | str = False,
+        bias: Array | None = None,
     ) -> None:
-        self.library, self.function = library, function
+        self.library, self.function, self.bias = library, function, bias
         self.arrays = queries, keys, values = arrays
         for name, array in zip(("queries", "keys", "values"), self.arrays, strict=True):
             library.check_array(name, array)
@@ -77,12 +78,24 @@ class Call(Generic[Array]):
         check_choice("return_stats", return_stats, (False, True, "recall"))
         self.left_padding: Any = library.padding(left_padding, self.sizes, queries)
         self.scale = float(self.sizes.D**-0.5 if scale is None else scale)
-        self.backend = library.resolve(backend, function, self.sizes, queries, keys, values)
+        if bias is not None:
+            check_decode_step(self.sizes, "a bias")
+            library.check_array("bias", bias, queries)
+            check_shape("bias", bias, (self.sizes.B, self.sizes.Hq, 1, self.sizes.S))
+        self.backend = library.resolve(backend, function, self.sizes, queries, keys, values, bias=bias)
         self.return_stats = return_stats
 
     def sparse(self, attended: int) -> bool:
-        """Return True if the call is a decode step over more than ``attended`` keys. All other calls are dense."""
-        return skips_keys(attended, self.sizes.L, self.sizes.S)
+        """Return True if the call is a decode step over more than ``attended`` keys. All other calls are dense.
+
+        A call with a bias always runs the method, because the function for dense attention takes no bias.
+        """
+        return self.bias is not None or skips_keys(attended, self.sizes.L, self.sizes.S)
+
+    @property
+    def biased(self) -> dict[str, Array]:
+        """Keyword argument ``bias`` of an implementation; empty without a bias."""
+        return {} if self.bias is None else {"bias": self.bias}
 
     def check(self, name: str, array: Array | None, shape: tuple[int, ...], *, same_type: bool = False) -> None:
         """Check an array that may be None. If ``same_type`` is True, the array must have the dtype of the queries."""
@@ -106,7 +119,7 @@ class Call(Generic[Array]):
     def run(self, **parameters: object) -> Any:
         """Run the function in the selected backend and return its results."""
         run = self.load(self.function)
-        return run(*self.arrays, scale=self.scale, left_padding=self.left_padding, **parameters)
+        return run(*self.arrays, scale=self.scale, left_padding=self.left_padding, **self.biased, **parameters)
 
     def dense(self, layout: Layout | None = None) -> Any:
         """Run dense attention. If ``layout`` is set, `Stats` counts the elements per query head."""
@@ -134,7 +147,8 @@ class Call(Generic[Array]):
     def record(self, lse: Array, count: Callable[..., int], top_k: int, estimated_recall: Array | None = None) -> Stats:
         """Return the `Stats` of a decode step that attended to ``top_k`` keys."""
         n = self.sizes
-        moved, dense = count(n.S, n.D, top_k=top_k), stats.dense_elements(n.S, n.D)
+        dense = stats.dense_elements(n.S, n.D)
+        moved = dense if self.bias is not None and top_k >= n.S else count(n.S, n.D, top_k=top_k)
         density = min(top_k, n.S) / n.S
         return Stats(moved, dense, density, self.recall(lse), estimated_recall=estimated_recall)
 
@@ -143,7 +157,8 @@ class Call(Generic[Array]):
         if self.return_stats != "recall":
             return None
         queries, keys, _ = self.arrays
-        dense = self.load("dense_lse")(queries, keys, scale=self.scale, left_padding=self.left_padding)
+        how = {"scale": self.scale, "left_padding": self.left_padding, **self.biased}
+        dense = self.load("dense_lse")(queries, keys, **how)
         xp, empty = self.library.xp, dense == -INF
         # The recall of a row without valid keys is 1.
         return xp.where(empty, 1.0, xp.exp(lse - xp.where(empty, 0.0, dense)))

@@ -31,6 +31,7 @@ class DecodeFunctions(Generic[Array]):
         indices: Array,
         *,
         scale: float | None = None,
+        bias: Array | None = None,
         backend: str = "auto",
     ) -> tuple[Array, Array]:
         """Compute exact attention of one query per head over the keys that ``indices`` lists (sparq.7).
@@ -38,19 +39,20 @@ class DecodeFunctions(Generic[Array]):
         Args:
             indices: ``(B, Hkv, N)`` int32 key indices, ascending. ``-1``, or any number that is not a key index,
                 marks an empty slot.
+            bias: as in `sparq_attention`, for all S keys.
 
         Returns:
             ``out (B, Hq, 1, D)`` and float32 ``lse (B, Hq, 1)``. If all slots are empty, ``out`` is 0 and ``lse`` is
             -inf.
         """
-        call = Call(self._library, "attend_indices", (queries, keys, values), scale=scale, backend=backend)
+        call = Call(self._library, "attend_indices", (queries, keys, values), scale, backend=backend, bias=bias)
         n = call.sizes
         check_decode_step(n, "attend_indices")
         self._library.check_array("indices", indices, queries, integers=True)
         if len(indices.shape) != 3 or tuple(indices.shape[:2]) != (n.B, n.Hkv):
             raise ShapeError(f"indices: expected shape (B={n.B}, Hkv={n.Hkv}, N), got {tuple(indices.shape)}.")
         run = call.load("attend_indices")
-        result: tuple[Array, Array] = run(queries, keys, values, indices, scale=call.scale)
+        result: tuple[Array, Array] = run(queries, keys, values, indices, scale=call.scale, **call.biased)
         return result
 
     def dense_attention(
@@ -81,6 +83,7 @@ class DecodeFunctions(Generic[Array]):
         component_score: str = "query",
         key_bits: int = 16,
         scale: float | None = None,
+        bias: Array | None = None,
         left_padding: Array | None = None,
         keys_t: Array | KeyCodes | None = None,
         value_mean: Array | None = None,
@@ -101,6 +104,8 @@ class DecodeFunctions(Generic[Array]):
             component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation
                 of the keys ("query_key").
             key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4.
+            bias: ``(B, Hq, 1, S)`` numbers that are added to the scaled logits, for one query per sequence. -inf or the
+                lowest finite number of the type hides a key from a head. Only `ops`, `cpu` and the oracle take a bias.
             keys_t: ``(B, Hkv, D, S)`` component-major keys; if ``key_bits`` is 4, the `KeyCodes` from `code_keys`.
                 If None, the call is slower than dense attention. The `metal` backend copies ``keys_t`` on every call
                 if it is a slice of a larger buffer.
@@ -110,7 +115,7 @@ class DecodeFunctions(Generic[Array]):
         Returns:
             ``out (B, Hq, L, D)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is set.
         """
-        call = Call(self._library, "sparq", (queries, keys, values), scale, left_padding, backend, return_stats)
+        call = Call(self._library, "sparq", (queries, keys, values), scale, left_padding, backend, return_stats, bias)
         n = call.sizes
         check_rank(rank, n.D)
         check_int("top_k", top_k, 1)
@@ -122,9 +127,9 @@ class DecodeFunctions(Generic[Array]):
         call.check("value_mean", value_mean, (n.B, n.Hkv, n.D))
         if not call.sparse(top_k):
             return call.dense()
-        reallocates = n.G == 1 if reallocate == "auto" else bool(reallocate)
+        reallocates = (n.G == 1 if reallocate == "auto" else bool(reallocate)) and n.S > top_k
         if reallocates and value_mean is None:
-            value_mean = call.load("masked_mean")(values, call.left_padding)
+            value_mean = call.load("masked_mean")(values, call.left_padding, **call.biased)
         weight = None
         if key_bits < 16:
             if keys_t is None:

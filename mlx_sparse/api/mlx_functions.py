@@ -25,11 +25,14 @@ class MLX:
         if integers and not mx.issubdtype(array.dtype, mx.integer):
             raise ShapeError(f"{name}: expected integers, got {array.dtype}.")
 
-    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Rows) -> str:
+    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Rows, bias: mx.array | None = None) -> str:
+        if bias is not None and not mx.issubdtype(bias.dtype, mx.floating):
+            raise ShapeError(f"bias: expected floating-point numbers, got {bias.dtype}.")
         packed = [array for array in arrays if isinstance(array, PackedRows)]
         bits = max((rows.bits for rows in packed), default=None)
-        name = registry.resolve(backend, function, D=sizes.D, G=sizes.G, bits=bits)
-        if name == "cpu" and (reason := native_call.unsupported(*arrays)) is not None:
+        name = registry.resolve(backend, function, D=sizes.D, G=sizes.G, bits=bits, bias=bias is not None)
+        more = () if bias is None else (bias,)
+        if name == "cpu" and (reason := native_call.unsupported(*arrays, *more)) is not None:
             registry.require(backend, function, reason)
             return "ops"
         return name

@@ -31,7 +31,9 @@ class NumPy:
         if integers and np.asarray(array).dtype.kind not in "iu":
             raise ShapeError(f"{name}: expected integers, got {array.dtype}.")
 
-    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Array) -> str:
+    def resolve(self, backend: str, function: str, sizes: Sizes, *arrays: Array, bias: Array | None = None) -> str:
+        if bias is not None and np.asarray(bias).dtype.kind != "f":
+            raise ShapeError(f"bias: expected floating-point numbers, got {bias.dtype}.")
         if backend not in ("auto", "oracle"):
             raise BackendUnavailable(f"backend: expected auto or oracle for mlx_sparse.oracle, got {backend}.")
         return "oracle"

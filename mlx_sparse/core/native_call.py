@@ -17,7 +17,7 @@ import numpy as np
 from .. import native
 from ..checks import BackendUnavailable
 
-ABI = 1  # mlx_sparse_abi() of native/c_api.cc
+ABI = 2  # mlx_sparse_abi() of native/c_api.cc
 # For each type its number in c_api.h, and a type of NumPy of the same size.
 TYPES = {mx.float32: (0, np.float32), mx.float16: (1, np.float16), mx.bfloat16: (2, np.uint16)}
 
@@ -37,8 +37,9 @@ class Attention(ctypes.Structure):
 
     _fields_: ClassVar[Any] = [
         *_fields("B Hq Hkv L capacity length D", ""),
-        *[("query_type", ctypes.c_int32), ("type", ctypes.c_int32), ("scale", ctypes.c_float)],
-        *_fields("", "queries keys values left_padding out lse"),
+        *((name, ctypes.c_int32) for name in ("query_type", "type", "bias_type")),
+        ("scale", ctypes.c_float),
+        *_fields("", "queries keys values left_padding bias out lse"),
     ]
 
 
@@ -153,6 +154,7 @@ def attend(
     scale: float,
     length: int | None,
     left_padding: mx.array | None = None,
+    bias: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Call a function of c_api.h that attends.
 
@@ -161,6 +163,7 @@ def attend(
         keys, values: ``(B, Hkv, capacity, D)``. The first ``length`` rows are in use; None means all rows.
         arguments: the further arguments of the function.
         left_padding: int ``(B,)``, first valid key of each sequence; None if no key is padding.
+        bias: ``(B, Hq, 1, length)``, added to the logits of one query (sparq.25), or None.
 
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries``, and float32 ``lse (B, Hq, L)``.
@@ -172,7 +175,8 @@ def attend(
     lse = np.empty(queries.shape[:3], np.float32)
     padding = None if left_padding is None else left_padding.astype(mx.int32)
     call = sizes(queries, keys, scale, length)
-    fill(call, queries=queries, keys=keys, values=values, left_padding=padding, out=out, lse=lse)
+    call.bias_type = 0 if bias is None else TYPES[bias.dtype][0]
+    fill(call, queries=queries, keys=keys, values=values, left_padding=padding, bias=bias, out=out, lse=lse)
     run(function, call, *arguments)
     # Bits of bfloat16 are uint16.
     return mx.array(out).view(queries.dtype) if queries.dtype == mx.bfloat16 else mx.array(out), mx.array(lse)
@@ -182,7 +186,7 @@ def sizes(queries: mx.array, keys: mx.array, scale: float, length: int | None) -
     """Return the arguments of a call without buffers. See `attend`."""
     (B, Hq, L, D), (_, Hkv, capacity, _) = queries.shape, keys.shape
     types = TYPES[queries.dtype][0], TYPES[keys.dtype][0]
-    return Attention(B, Hq, Hkv, L, capacity, capacity if length is None else length, D, *types, scale)
+    return Attention(B, Hq, Hkv, L, capacity, capacity if length is None else length, D, *types, scale=scale)
 
 
 def run(function: str, *arguments: Any) -> None:

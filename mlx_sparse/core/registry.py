@@ -109,26 +109,27 @@ def gpu_kind() -> str:
     return letter if letter in ("g", "s", "d") else "g"
 
 
-def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = None) -> str | None:
+def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = None, bias: bool = False) -> str | None:
     """Return the reason why ``backend`` cannot run ``function`` for the given sizes, or None.
 
     Args:
         D: head dim.
         G: number of query heads per KV head.
         bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
+        bias: True if a bias is added to the logits.
     """
-    if backend == "cpu":
-        return None if bits is None else "its kernels do not read quantized KV caches"
-    if backend == "metal" and function in MATRIX_FUNCTIONS and bits is not None:
+    if backend != "metal":
+        return "its kernels do not read quantized KV caches" if backend == "cpu" and bits is not None else None
+    if bias:
+        return "its kernels add no bias to the logits"
+    if function in MATRIX_FUNCTIONS and bits is not None:
         return "its prefill kernels do not read quantized KV caches"
-    if backend == "metal" and function in MATRIX_FUNCTIONS:
+    if function in MATRIX_FUNCTIONS:
         fits = D % 16 == 0 and D <= METAL_HEAD_DIM
         return None if fits else f"its kernels take head dims that are multiples of 16 up to {METAL_HEAD_DIM}, not {D}"
-    if backend == "metal" and (D % 4 or not 8 <= D <= METAL_HEAD_DIM):
+    if D % 4 or not 8 <= D <= METAL_HEAD_DIM:
         return f"its kernels take head dims that are multiples of 4 from 8 to {METAL_HEAD_DIM}, not {D}"
-    if backend == "metal" and G > METAL_GROUP:
-        return f"its kernels take up to {METAL_GROUP} query heads per KV head, not {G}"
-    return None
+    return None if G <= METAL_GROUP else f"its kernels take up to {METAL_GROUP} query heads per KV head, not {G}"
 
 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
@@ -160,7 +161,7 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
         raise BackendUnavailable(f"backend: expected {', '.join(others)} or {last}, got {backend} ({reason}).")
 
 
-def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = None) -> str:
+def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = None, bias: bool = False) -> str:
     """Return the name of the backend that runs ``function`` for the given sizes.
 
     "auto" selects metal or cpu if it supports the function and can run on this machine, and ops otherwise.
@@ -169,16 +170,19 @@ def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = N
         D: head dim.
         G: number of query heads per KV head.
         bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
+        bias: True if a bias is added to the logits.
 
     Raises:
         BackendUnavailable: ``backend`` is not "auto" and cannot run the function on this machine.
     """
     if backend == "auto":
         for name in ("metal", "cpu"):
-            if name in backends_of(function) and not (unavailable(name) or unsupported(name, function, D, G, bits)):
+            if name in backends_of(function) and not (
+                unavailable(name) or unsupported(name, function, D, G, bits, bias)
+            ):
                 return name
         return "ops"
-    require(backend, function, unsupported(backend, function, D, G, bits))
+    require(backend, function, unsupported(backend, function, D, G, bits, bias))
     return backend
 
 

@@ -78,6 +78,7 @@ struct Attention {
   const int64_t *first, *length;  // (B): valid keys are first <= j < length; position of query i: length - L + i
   float scale;
   int64_t window = 0;
+  Bias bias = {};  // for L = 1: (B, Hq, length)
   const Append* append = nullptr;  // runs before attention
 
   int64_t G() const { return Hq / Hkv; }
@@ -90,6 +91,22 @@ struct Attention {
   }
   // Offset in bytes of the queries or outputs of the group of KV head h.
   int64_t group_offset(int64_t b, int64_t h) const { return (b * Hq + h * G()) * L * D * size_of(query_type); }
+  // The bias of the group of KV head h.
+  Bias group_bias(int64_t b, int64_t h) const {
+    Bias of = bias;
+    const int64_t offset = (b * Hq + h * G()) * bias.stride * size_of(bias.type);
+    if (bias.data) of.data = static_cast<const char*>(bias.data) + offset;
+    return of;
+  }
+  // Converts `count` numbers of the bias of a query head to float32, from key `first` on.
+  void read_bias(float* out, int64_t b, int64_t head, int64_t first, int64_t count) const {
+    const int64_t offset = ((b * Hq + head) * bias.stride + first) * size_of(bias.type);
+    kernels->type[bias.type].widen(out, static_cast<const char*>(bias.data) + offset, count);
+  }
+  // A block of KV head h without keys. It keeps a pointer to the bias.
+  Keys block_of(int64_t b, int64_t h, const int32_t* index, const Bias& of) const {
+    return {plane(keys, b, h), plane(values, b, h), index, 0, 0, 0, nullptr, nullptr, of.data ? &of : nullptr};
+  }
   const TypeKernels& query_kernels() const { return kernels->type[query_type]; }
 };
 

@@ -80,6 +80,13 @@ struct Call : Attention {
       lse = data<float>(given.lse, "lse", {B, Hq, L});
     }
     scale = given.scale;
+    if (given.bias.data) {
+      require(L == 1, "L", "1 with a bias");
+      bias.type = type_of(given.bias_type, "bias_type"), bias.stride = given.length;
+      bias.data = data(given.bias, "bias", {B, Hq, given.length}, size_of(bias.type));
+      constexpr float kLowest[] = {-3.40282347e38f, -65504.0f, -3.38953139e38f};  // of float32, float16, bfloat16
+      bias.lowest = kLowest[bias.type];
+    }
     Scratch scratch(Scratch::kLengths, 2 * Scratch::size<int64_t>(B));
     int64_t *firsts = scratch.take<int64_t>(B), *lengths = scratch.take<int64_t>(B);
     std::fill(lengths, lengths + B, given.length);
@@ -105,7 +112,7 @@ const char* guarded(const Function& function) {
 
 }  // namespace
 
-EXPORTED int mlx_sparse_abi() { return 1; }
+EXPORTED int mlx_sparse_abi() { return 2; }
 
 EXPORTED const char* mlx_sparse_dense(const SparseAttention* given, int64_t window) {
   return guarded([&] {

@@ -17,11 +17,12 @@ struct SparseBuffer {
 // Queries, KV caches and results of a call. Types: 0 float32, 1 float16, 2 bfloat16.
 struct SparseAttention {
   int64_t B, Hq, Hkv, L, capacity, length, D;
-  int32_t query_type, type;  // of queries and out; of keys and values
+  int32_t query_type, type, bias_type;  // of queries and out; of keys and values; of bias
   float scale;
   SparseBuffer queries;       // (B, Hq, L, D) at positions length - L to length - 1
   SparseBuffer keys, values;  // (B, Hkv, capacity, D), of which the first `length` rows are in use
   SparseBuffer left_padding;  // int32 (B), first valid key of each sequence, or no data
+  SparseBuffer bias;          // (B, Hq, length), added to the logits if L is 1, or no data
   SparseBuffer out;           // (B, Hq, L, D)
   SparseBuffer lse;           // float32 (B, Hq, L)
 };

@@ -13,7 +13,8 @@ constexpr int64_t kLeastKeys = 1024;  // minimum keys per split; a smaller split
 
 // Attends to keys [low, high) of a head, for rows that attend to all of these keys.
 void attend_all(const Attention& a, const Rows& rows, int64_t b, int64_t h, Span keys, float* scores) {
-  Keys block{a.plane(a.keys, b, h), a.plane(a.values, b, h), nullptr, 0, 0, 0, nullptr, nullptr};
+  const Bias bias = a.group_bias(b, h);
+  Keys block = a.block_of(b, h, nullptr, bias);
   for (int64_t j = keys.low; j < keys.high; j += kBlock) {
     block.first = j;
     block.count = int(std::min<int64_t>(kBlock, keys.high - j));
@@ -151,7 +152,8 @@ void attend_listed(const Attention& a, const Rows& rows, int64_t b, int64_t h, c
   Scratch scratch(Scratch::kTask, Scratch::size<float>(rows.count * kBlock));
   float* weights = scratch.take<float>(rows.count * kBlock);
   load_queries(a, rows, b, h, 0, 1);
-  Keys block{a.plane(a.keys, b, h), a.plane(a.values, b, h), listed, 0, 0, 0, nullptr, nullptr};
+  const Bias bias = a.group_bias(b, h);
+  Keys block = a.block_of(b, h, listed, bias);
   for (int64_t i = 0; i < count; i += kBlock) {
     block.index = listed + i;
     block.count = int(std::min<int64_t>(kBlock, count - i));

@@ -67,6 +67,28 @@ void score_block(const Rows& rows, const Keys& block, float* scores) {
   }
 }
 
+inline float number_at(const Bias& bias, int64_t i) {
+  if (bias.type == kTypeFloat) return static_cast<const float*>(bias.data)[i];
+  const uint8_t* p = static_cast<const uint8_t*>(bias.data) + 2 * i;
+  if (bias.type == kTypeHalf) return half_at(p);
+  const uint32_t bits = uint32_t(p[0] | p[1] << 8) << 16;
+  float number;
+  __builtin_memcpy(&number, &bits, 4);
+  return number;
+}
+
+// Adds the bias to the scores. The scores of hidden keys become -inf.
+void add_bias(const Rows& rows, const Keys& block, float* scores) {
+  const Bias& bias = *block.bias;
+  for (int r = 0; r < rows.count; r++) {
+    for (int j = 0; j < block.count; j++) {
+      const float number = number_at(bias, r * bias.stride + row_of(block, j));
+      float& score = scores[r * kBlock + j];
+      score = number <= bias.lowest ? -kInfinity : score + number;
+    }
+  }
+}
+
 // Converts scores to weights relative to the new largest logit, and rescales the earlier sums.
 void weigh(const Rows& rows, const Keys& block, float* scores) {
   for (int r = 0; r < rows.count; r++) {
@@ -147,6 +169,7 @@ void add_rows(const Rows& rows, int r0, const Keys& block, const float* weights)
 template <class T>
 void attend(const Rows& rows, const Keys& block, float* scores) {
   score_block<T>(rows, block, scores);
+  if (block.bias) add_bias(rows, block, scores);
   weigh(rows, block, scores);
   int r = 0;
   for (; r + 4 <= rows.count; r += 4) add_rows<4, T>(rows, r, block, scores);

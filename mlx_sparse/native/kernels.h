@@ -32,6 +32,15 @@ struct Rows {
   float* sum;      // (count), sum of exponentials, relative to `top`
 };
 
+// Additive bias of the logits of one query: `stride` numbers per head. A head never attends to a key whose bias is at most
+// `lowest`: docs/spec/sparq.md, (sparq.25).
+struct Bias {
+  const void* data = nullptr;  // null: no bias
+  Type type = kTypeFloat;
+  int64_t stride = 0;
+  float lowest = 0;
+};
+
 // A block of at most kBlock keys: rows `first`, `first` + 1, ... of the planes, or the rows that `index` lists.
 struct Keys {
   const void* keys;    // (C, D) of this head
@@ -42,6 +51,7 @@ struct Keys {
   int next;        // number of keys of the next block, for prefetching
   const int* low;  // row i attends to [low[i], high[i]) of the block; null if every row attends to all keys
   const int* high;
+  const Bias* bias = nullptr;  // of the heads of this group, or null
 };
 
 // Up to kScoreBlock keys of one chunk of component-major keys.

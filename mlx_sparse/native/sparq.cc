@@ -37,14 +37,16 @@ Head Step::take_head(Scratch& scratch, int64_t b, int64_t h, int64_t blocks) con
 
 // Computes (sparq.5) and collects the best keys of (sparq.6) outside the local window.
 void Step::search(const Head& head, int64_t from, int64_t to, Reservoir& best) const {
-  const int64_t local = head.end - std::min(s.local_window, head.end - head.first);
+  const int64_t local = window_start(head);
   for (int64_t block = from; block < to; block++) {
     const Span keys = keys_of(head, block);
     const float* scores = head.scores + block * G * grid.stride;
     for (int64_t key = keys.low; key < std::min(keys.high, local); key += kCollected) {
       const int64_t n = std::min(kCollected, std::min(keys.high, local) - key);
-      best.added(a.kernels->collect(scores + key - keys.low, grid.stride, head.factors + block * G, int(G), int(n),
-                                    int32_t(key), best.threshold(), best.end_z(), best.end_index()));
+      const int found =
+          a.kernels->collect(scores + key - keys.low, grid.stride, head.factors + block * G, int(G), int(n),
+                             int32_t(key), best.threshold(), best.end_z(), best.end_index());
+      best.added(drop_hidden(head, best.end_z(), best.end_index(), found));
     }
   }
   best.prune();
@@ -65,19 +67,20 @@ void Step::mix(const Head& head, int64_t g, float alpha) const {
 
 // Computes (sparq.7) to (sparq.10) over the best keys and the local window.
 void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch& scratch) const {
-  const int64_t valid = head.end - head.first, D = a.D;
+  const int64_t D = a.D;
   int32_t* chosen = scratch.take<int32_t>(s.top_k);
   float* weights = scratch.take<float>(G * kBlock);
-  const int64_t local = head.everything ? valid : std::min(s.local_window, valid);
   if (count) std::copy(best, best + count, chosen);
-  for (int64_t i = 0; i < local; i++) chosen[count + i] = int32_t(head.end - local + i);
-  count += local;
+  for (int64_t key = head.everything ? head.first : window_start(head); key < head.end; key++) {
+    if (!hidden(head, key)) chosen[count++] = int32_t(key);
+  }
   if (s.indices) {
     int32_t* out = s.indices + (head.b * a.Hkv + head.h) * s.slots;
     std::copy(chosen, chosen + count, out);
     std::fill(out + count, out + s.slots, -1);
   }
-  Keys block{a.plane(a.keys, head.b, head.h), a.plane(a.values, head.b, head.h), chosen, 0, 0, 0, nullptr, nullptr};
+  const Bias bias = a.group_bias(head.b, head.h);
+  Keys block = a.block_of(head.b, head.h, chosen, bias);
   for (int64_t i = 0; i < count; i += kBlock) {
     block.index = chosen + i;
     block.count = int(std::min<int64_t>(kBlock, count - i));

@@ -80,6 +80,7 @@ void Step::score(const Head& head, int64_t from, int64_t to) const {
       columns.readable = int(std::min<int64_t>(s.lanes - keys.low % s.lanes, 2 * kScoreBlock));
       a.typed().approximate(columns, head.packed, scores, grid.stride);
     }
+    if (a.bias.data) add_bias(head, keys, scores);
     for (int64_t g = 0; g < G; g++) {
       const int64_t at = g * head.blocks + block;
       a.kernels->exponentials(scores + g * grid.stride, int(n), true, head.tops + at, head.sums + at);
@@ -132,6 +133,47 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
   for (int64_t g = 0; g < G; g++) {
     std::copy(found + g * kBlock, found + g * kBlock + count, scores + g * grid.stride + from - keys.low);
   }
+}
+
+// Adds the bias to the logits of a block (sparq.25). The logits of hidden keys become -inf.
+void Step::add_bias(const Head& head, Span keys, float* scores) const {
+  const int64_t n = keys.high - keys.low;
+  Scratch scratch(Scratch::kPart, Scratch::size<float>(kScoreBlock));
+  float* numbers = scratch.take<float>(kScoreBlock);
+  for (int64_t g = 0; g < G; g++) {
+    a.read_bias(numbers, head.b, head.h * G + g, keys.low, n);
+    float* row = scores + g * grid.stride;
+    for (int64_t j = 0; j < n; j++) row[j] = numbers[j] <= a.bias.lowest ? -INFINITY : row[j] + numbers[j];
+  }
+}
+
+// Returns true if the bias hides a key from every head of the group.
+bool Step::hidden(const Head& head, int64_t key) const {
+  if (!a.bias.data) return false;
+  for (int64_t g = 0; g < G; g++) {
+    float number;
+    a.read_bias(&number, head.b, head.h * G + g, key, 1);
+    if (!(number <= a.bias.lowest)) return false;
+  }
+  return true;
+}
+
+// Drops the hidden keys of n collected keys, and returns the number of the other keys.
+int64_t Step::drop_hidden(const Head& head, float* z, int32_t* index, int64_t n) const {
+  if (!a.bias.data) return n;
+  int64_t kept = 0;
+  for (int64_t i = 0; i < n; i++) {
+    z[kept] = z[i], index[kept] = index[i];
+    kept += !hidden(head, index[i]);
+  }
+  return kept;
+}
+
+// Returns the first key of the local window of (sparq.6), which has the last keys that are not hidden.
+int64_t Step::window_start(const Head& head) const {
+  int64_t start = head.end;
+  for (int64_t left = s.local_window; left > 0 && start > head.first;) left -= !hidden(head, --start);
+  return start;
 }
 
 // Computes the sums of (sparq.4). If a logit is NaN or +inf, the head has no softmax. The scores of keys with these

@@ -76,6 +76,10 @@ class Step {
   void statistics(Head&) const;
   void score(const Head&, int64_t from, int64_t to) const;
   void score_codes(const Head&, Span keys, float* scores) const;
+  void add_bias(const Head&, Span keys, float* scores) const;
+  bool hidden(const Head&, int64_t key) const;
+  int64_t drop_hidden(const Head&, float* z, int32_t* index, int64_t n) const;
+  int64_t window_start(const Head&) const;
   void normalise(const Head&) const;
   void search(const Head&, int64_t from, int64_t to, Reservoir&) const;
   void finish(const Head&, const int32_t* best, int64_t count, Scratch&) const;

@@ -42,6 +42,7 @@ class Call:
     Args:
         length: number of rows of ``k`` and ``v`` that are in use; None means all.
         types: types of the queries, and of the keys and values.
+        bias: ``(B, Hq, 1, length)`` numbers that are added to the logits, and their type; None for no bias.
     """
 
     def __init__(
@@ -52,13 +53,16 @@ class Call:
         length: int | None = None,
         padding: Any = None,
         types: tuple[str, str] = ("f32", "f32"),
+        bias: tuple[Array, str] | None = None,
     ) -> None:
         (B, Hq, L, D), (_, Hkv, capacity, _) = q.shape, k.shape
         sizes = B, Hq, Hkv, L, capacity, capacity if length is None else length, D
-        self.given = Attention(*sizes, *(TYPES[name] for name in types), D**-0.5)
+        self.given = Attention(*sizes, *(TYPES[name] for name in types), scale=D**-0.5)
         self.out, self.lse = stored(np.full(q.shape, np.nan), types[0]), np.full((B, Hq, L), np.nan, np.float32)
         rows = {"queries": stored(q, types[0]), "keys": stored(k, types[1]), "values": stored(v, types[1])}
         padding = None if padding is None else np.array(padding, np.int32)
+        if bias is not None:
+            self.given.bias_type, rows["bias"] = TYPES[bias[1]], stored(*bias)
         fill(self.given, **rows, left_padding=padding, out=self.out, lse=self.lse)
 
     def run(self, function: str, *arguments: Any) -> tuple[Array, Array]:

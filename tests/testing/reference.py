@@ -80,7 +80,9 @@ def _selection(k: Array, given: dict[str, Any]) -> Selection:
         coded = sparq.code_keys(np.where(_valid(k, padding), k, 0), padding)
     if given["component_score"] == "query_key":
         weight = sparq.deviation(k, padding) if coded is None else sparq.key_spread(coded, k, padding)
-    return Selection(given["rank"], given["top_k"], _window(given), given["scale"], weight, padding, coded)
+    return Selection(
+        given["rank"], given["top_k"], _window(given), given["scale"], weight, padding, coded, given.get("bias")
+    )
 
 
 def _valid(k: Array, padding: Any) -> Array:

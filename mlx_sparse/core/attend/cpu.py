@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from ..native_call import Lists, attend, fill
@@ -16,12 +18,13 @@ def attend_indices(
     scale: float,
     length: int | None = None,
     counts: mx.array | None = None,
+    bias: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Compute exact attention of one query per head over the listed keys (sparq.7).
 
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-        indices, counts: see `core.attend.ops.attend_indices`.
+        indices, counts, bias: see `core.attend.ops.attend_indices`.
 
     Returns:
         ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. If a list has only empty
@@ -34,7 +37,7 @@ def attend_indices(
         indices = mx.where((indices >= 0) & (indices < keys.shape[2]), indices, -1)
     lists = Lists(N)
     fill(lists, indices=indices.astype(mx.int32), counts=None if counts is None else counts.astype(mx.int32))
-    return attend("indices", queries, keys, values, lists, scale=scale, length=length)
+    return attend("indices", queries, keys, values, lists, scale=scale, length=length, bias=bias)
 
 
 def attend_all(
@@ -46,16 +49,19 @@ def attend_all(
     left_padding: mx.array | None = None,
     length: int | None = None,
     window: int = 0,
+    bias: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Compute dense causal attention. The queries are at the last L of the ``length`` positions.
 
     Args:
         window: number of last keys, up to its own position, that a query attends to; 0 for all keys.
+        bias: for one query, ``(B, Hq, 1, length)`` numbers that are added to the logits (sparq.25).
 
     Returns:
         ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``.
     """
-    return attend("dense", queries, keys, values, window, scale=scale, length=length, left_padding=left_padding)
+    how: dict[str, Any] = {"scale": scale, "length": length, "left_padding": left_padding, "bias": bias}
+    return attend("dense", queries, keys, values, window, **how)
 
 
 def dense_attention(
@@ -65,6 +71,8 @@ def dense_attention(
     return attend_all(queries, keys, values, scale=scale, left_padding=left_padding)[0]
 
 
-def dense_lse(queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None) -> mx.array:
+def dense_lse(
+    queries: mx.array, keys: mx.array, *, scale: float, left_padding: mx.array | None, bias: mx.array | None = None
+) -> mx.array:
     """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention."""
-    return attend_all(queries, keys, keys, scale=scale, left_padding=left_padding)[1]
+    return attend_all(queries, keys, keys, scale=scale, left_padding=left_padding, bias=bias)[1]

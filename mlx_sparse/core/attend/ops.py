@@ -25,12 +25,40 @@ def take_rows(array: Rows, rows: mx.array) -> mx.array:
     return array[mx.arange(B)[:, None, None], mx.arange(H)[None, :, None], rows]
 
 
-def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_padding: mx.array | None) -> mx.array:
+def add_bias(logits: mx.array, bias: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
+    """Add ``bias`` to float32 ``logits`` of the same shape (sparq.25).
+
+    Return the sums, and ``mask`` without the keys that the bias hides.
+    """
+    seen = ~is_hidden(bias)
+    return logits + bias.astype(mx.float32), seen if mask is None else seen & mask
+
+
+def is_hidden(bias: mx.array) -> mx.array:
+    """Return a bool mask, True if a number is -inf or the lowest finite number of its type (sparq.26)."""
+    return bias <= mx.finfo(bias.dtype).min
+
+
+def visible_keys(bias: mx.array, Hkv: int) -> mx.array:
+    """Return a mask ``(B, Hkv, S)`` of the keys that ``bias (B, Hq, 1, S)`` hides from some heads at most."""
+    B, Hq, _, S = bias.shape
+    return ~is_hidden(bias).reshape(B, Hkv, Hq // Hkv, S).all(axis=2)
+
+
+def top_k_select(
+    scores: mx.array,
+    *,
+    top_k: int,
+    local_window: int,
+    left_padding: mx.array | None,
+    visible: mx.array | None = None,
+) -> mx.array:
     """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
 
     Args:
         scores: float32 ``(B, Hkv, S)``. Scores of invalid keys are ignored. -inf is never selected, and NaN counts as
             +inf.
+        visible: bool ``(B, Hkv, S)``, False for further invalid keys.
 
     Returns:
         Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, padded with -1.
@@ -40,7 +68,13 @@ def top_k_select(scores: mx.array, *, top_k: int, local_window: int, left_paddin
     # A score of +inf always selects a local key. Adding 1 to its score would not be enough, because probabilities
     # summed over the group can exceed 1. Other scores are clipped to the largest finite number.
     scores = mx.where(scores < LARGEST, scores, LARGEST)
-    scores = mx.where(mx.arange(S) >= S - local_window, mx.inf, scores)
+    if visible is None:
+        local = mx.arange(S) >= S - local_window
+    else:
+        local = mx.cumsum(visible.astype(mx.int32), axis=-1, reverse=True) <= local_window
+    scores = mx.where(local, mx.inf, scores)
+    if visible is not None:
+        scores = mx.where(visible, scores, -mx.inf)
     if left_padding is not None:
         scores = mx.where(valid_keys(S, left_padding)[:, None, :], scores, -mx.inf)
     order = mx.argpartition(-scores, kth=n - 1, axis=-1)[..., :n] if n < S else mx.arange(S)
@@ -91,6 +125,7 @@ def attend_indices(
     *,
     scale: float,
     counts: mx.array | None = None,
+    bias: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Compute exact attention of one query per head over the listed keys (sparq.7).
 
@@ -99,6 +134,7 @@ def attend_indices(
         keys, values: ``(B, Hkv, S, D)``. If they are quantized, only the listed rows are dequantized.
         indices: ``(B, Hkv, N)`` int32 key indices. A number that is not a key index, such as -1, is an empty slot.
         counts: ``(B, Hkv)`` number of used slots at the start of each list. If None, all slots are used.
+        bias: ``(B, Hq, 1, S)`` numbers that are added to the logits of all keys (sparq.25).
 
     Returns:
         ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. If a list has only empty
@@ -110,10 +146,16 @@ def attend_indices(
     rows = mx.where(filled, indices, 0)
     keys_n = take_rows(keys, rows).astype(mx.float32)
     values_n = take_rows(values, rows).astype(mx.float32)
+    q, mask = group_queries(queries, keys.shape[1]) * scale, filled[:, :, None, :]
+    logits = q @ keys_n.swapaxes(-1, -2)
+    if bias is not None:
+        of_group = bias.reshape(*logits.shape[:3], -1)
+        listed = mx.broadcast_to(rows[:, :, None], logits.shape)
+        logits, mask = add_bias(logits, mx.take_along_axis(of_group, listed, axis=-1), mask)
+        filled = mask.any(axis=2)
     # Empty slots gather row 0, which may be padding with NaN. Zero the values, because 0 * NaN is NaN.
     values_n = mx.where(filled[..., None], values_n, 0.0)
-    q = group_queries(queries, keys.shape[1]) * scale
-    weights, lse = softmax_lse(q @ keys_n.swapaxes(-1, -2), filled[:, :, None, :])
+    weights, lse = softmax_lse(logits, mask)
     out = weights @ values_n
     return out.reshape(queries.shape).astype(queries.dtype), lse.reshape(queries.shape[:3])
 
@@ -135,8 +177,13 @@ def dense_attention(
     return out.astype(dtype)
 
 
-def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention. Attention recall is computed from it."""
+def dense_lse(
+    queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None, bias: mx.array | None = None
+) -> mx.array:
+    """Return the float32 log-sum-exp ``(B, Hq, L)`` of dense causal attention. Attention recall is computed from it.
+
+    For one query, ``bias (B, Hq, 1, S)`` is added to the logits (sparq.25).
+    """
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale
@@ -149,6 +196,9 @@ def dense_lse(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.a
         scores = causal_scores(wait_for(done, grouped[..., first:stop, :]), keys[..., :end, :])
         if left_padding is not None:
             scores = mx.where(valid_keys(end, left_padding)[:, None, None, None], scores, -mx.inf)
+        if bias is not None:
+            scores, mask = add_bias(scores, bias.reshape(scores.shape), None)
+            scores = mx.where(mask, scores, -mx.inf)
         done.append(mx.logsumexp(scores, axis=-1))
     return mx.concatenate(done, axis=-1).reshape(B, Hq, L)
 

@@ -42,6 +42,24 @@ def softmax_lse(scores: Array, mask: Array) -> tuple[Array, Array]:
     return weights, lse
 
 
+def add_bias(scores: Array, bias: npt.ArrayLike, mask: Array) -> tuple[Array, Array]:
+    """Return ``scores`` plus ``bias``, and ``mask`` without the keys that the bias hides (sparq.25, sparq.26)."""
+    return scores + float64(bias), mask & ~is_hidden(bias)
+
+
+def is_hidden(bias: npt.ArrayLike) -> Array:
+    """Return a bool mask, True if a number is -inf or the lowest finite number of its type (sparq.26)."""
+    array = np.asarray(bias)
+    return np.asarray(array <= np.finfo(array.dtype).min)
+
+
+def visible_keys(bias: npt.ArrayLike, Hkv: int) -> Array:
+    """Return a mask ``(B, Hkv, S)`` of the keys that ``bias (B, Hq, 1, S)`` hides from some heads at most."""
+    hidden = is_hidden(bias)
+    visible: Array = np.logical_not(hidden.reshape(len(hidden), Hkv, -1, hidden.shape[3]).all(axis=2))
+    return visible
+
+
 def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
     """Sum ``values (B, Hkv, N, D)`` with ``weights (B, Hkv, G, L, N)``, and return ``(B, Hkv, G, L, D)``.
 
@@ -53,7 +71,13 @@ def weighted_values(weights: Array, values: Array, mask: Array) -> Array:
 
 
 def attend_indices(
-    queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, indices: npt.ArrayLike, *, scale: float
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    indices: npt.ArrayLike,
+    *,
+    scale: float,
+    bias: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array]:
     """Compute exact attention of one query per head over the listed keys (sparq.7).
 
@@ -62,6 +86,7 @@ def attend_indices(
         keys, values: ``(B, Hkv, S, D)``.
         indices: ``(B, Hkv, N)`` ascending int32 key indices. Numbers that are not a key index are empty slots.
         scale: factor by which the dot products are multiplied.
+        bias: ``(B, Hq, 1, S)`` numbers that are added to the logits of all keys (sparq.25).
 
     Returns:
         ``out (B, Hq, 1, D)`` and ``lse (B, Hq, 1)``. If a list has only empty slots, its out is 0 and its lse is -inf.
@@ -72,8 +97,12 @@ def attend_indices(
     gathered = np.where(filled, index, 0)[..., None]
     keys_n = np.where(filled[..., None], np.take_along_axis(k, gathered, axis=2), 0.0)
     values_n = np.take_along_axis(v, gathered, axis=2)
-    mask = filled[:, :, None, None, :]
-    weights, lse = softmax_lse(logits(q, keys_n, scale), mask)
+    mask, scores = filled[:, :, None, None, :], logits(q, keys_n, scale)
+    if bias is not None:
+        of_group = np.asarray(bias).reshape(*scores.shape[:4], -1)
+        listed = np.broadcast_to(gathered[..., 0][:, :, None, None], scores.shape)
+        scores, mask = add_bias(scores, np.take_along_axis(of_group, listed, axis=4), mask)
+    weights, lse = softmax_lse(scores, mask)
     out = weighted_values(weights, values_n, mask)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
@@ -99,15 +128,25 @@ def dense_attention(
 
 
 def dense_lse(
-    queries: npt.ArrayLike, keys: npt.ArrayLike, *, scale: float, left_padding: npt.ArrayLike | None
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+    bias: npt.ArrayLike | None = None,
 ) -> Array:
-    """Return the log-sum-exp ``(B, Hq, L)`` of `dense_attention`."""
-    lse = dense_softmax(queries, keys, scale=scale, left_padding=left_padding)[1]
+    """Return the log-sum-exp ``(B, Hq, L)`` of `dense_attention`, for one query also with a ``bias (B, Hq, 1, S)``."""
+    lse = dense_softmax(queries, keys, scale=scale, left_padding=left_padding, bias=bias)[1]
     return lse.reshape(np.shape(queries)[:3])
 
 
 def dense_softmax(
-    queries: npt.ArrayLike, keys: npt.ArrayLike, *, scale: float, left_padding: npt.ArrayLike | None
+    queries: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    *,
+    scale: float,
+    left_padding: npt.ArrayLike | None,
+    bias: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array, Array]:
     """Return the weights ``(B, Hkv, G, L, S)``, log-sum-exp and mask of dense causal attention."""
     q, k = float64(queries), float64(keys)
@@ -117,4 +156,6 @@ def dense_softmax(
     attended: Array = np.logical_or.reduce(mask, axis=(2, 3))
     scores = logits(q, np.where(attended[..., None], k, 0.0), scale)  # NaN or inf in padding must not reach the logits
     mask = np.broadcast_to(mask, scores.shape)
+    if bias is not None:
+        scores, mask = add_bias(scores, np.reshape(bias, scores.shape), mask)
     return *softmax_lse(scores, mask), mask

@@ -20,26 +20,33 @@ def ranked(scores: Array) -> Array:
 
 
 def top_k_select(
-    scores: npt.ArrayLike, *, top_k: int, local_window: int, left_padding: npt.ArrayLike | None = None
+    scores: npt.ArrayLike,
+    *,
+    top_k: int,
+    local_window: int,
+    left_padding: npt.ArrayLike | None = None,
+    visible: Array | None = None,
 ) -> Array:
     """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
 
     Args:
         scores: ``(B, Hkv, S)``. Scores of invalid keys are ignored. -inf is never selected, and NaN counts as +inf.
         left_padding: ``(B,)`` index of the first valid key of each sequence.
+        visible: bool ``(B, Hkv, S)``, False for further invalid keys.
 
     Returns:
         Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, padded with -1. Ties go to the lower index.
     """
     score = ranked(np.asarray(scores, dtype=np.float64))
     B, Hkv, S = score.shape
-    valid = valid_keys(B, S, left_padding)
-    local = valid & (np.arange(S) >= S - local_window)
+    valid = np.broadcast_to(valid_keys(B, S, left_padding)[:, None], score.shape)
+    valid = valid if visible is None else valid & visible
+    local = valid & (np.cumsum(valid[..., ::-1], axis=-1)[..., ::-1] <= local_window)
     indices = np.full((B, Hkv, min(top_k, S)), -1, dtype=np.int32)
     for b in range(B):
-        forced = np.flatnonzero(local[b])
         for h in range(Hkv):
-            free = np.flatnonzero(valid[b] & ~local[b] & (score[b, h] > -np.inf))
+            forced = np.flatnonzero(local[b, h])
+            free = np.flatnonzero(valid[b, h] & ~local[b, h] & (score[b, h] > -np.inf))
             best = free[np.argsort(-score[b, h, free], kind="stable")][: top_k - len(forced)]
             chosen = np.sort(np.concatenate([forced, best]))
             indices[b, h, : len(chosen)] = chosen

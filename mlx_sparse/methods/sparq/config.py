@@ -26,6 +26,7 @@ class Selection(NamedTuple):
             None for ``component_score="query"``.
         left_padding: ``(B,)`` int, index of the first valid key of each sequence.
         keys_t: ``(B, Hkv, D, S)`` component-major keys or `KeyCodes`.
+        bias: ``(B, Hq, 1, S)`` numbers that are added to the logits (sparq.25).
         projection: projection of queries and latents onto ``rank`` components for ``component_score="low_rank"``. Then
             ``keys_t`` has the `KeyCodes` of projected latents.
     """
@@ -37,6 +38,7 @@ class Selection(NamedTuple):
     component_weight: Any = None
     left_padding: Any = None
     keys_t: Any = None
+    bias: Any = None
     projection: Projection | None = None
 
 

@@ -48,5 +48,6 @@ def sparq_attention(
     mean = value_mean.astype(mx.float32) if reallocate and value_mean is not None else None
     fill(step, **scored, component_weight=weight, value_mean=mean, recall=recall)
     how = {"scale": selection.scale, "length": length, "left_padding": selection.left_padding}
+    how["bias"] = selection.bias
     out, lse = attend("sparq", queries, keys, values, step, **how)
     return out, lse, mx.array(recall)

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...core.attend.ops import (
+    add_bias,
     attend_indices,
     exact_logits,
     group_queries,
@@ -17,6 +18,7 @@ from ...core.attend.ops import (
     take_rows,
     top_k_select,
     valid_keys,
+    visible_keys,
 )
 from ...core.packed_rows import Rows
 from .config import Selection
@@ -73,12 +75,16 @@ def sparq_select(queries: mx.array, keys: Rows, selection: Selection) -> tuple[m
     logits, padding = sparq_logits(queries, keys, selection), selection.left_padding
     # (sparq.4) approximate attention, (sparq.5) sum over the group, (sparq.6) selection of the keys
     valid = None if padding is None else valid_keys(keys.shape[2], padding)[:, None, None, :]
+    visible = None
+    if selection.bias is not None:
+        logits, valid = add_bias(logits, selection.bias.reshape(logits.shape), valid)
+        visible = visible_keys(selection.bias, keys.shape[1])
     s_hat, _ = softmax_lse(logits, valid)
     scores, sizes = s_hat.sum(axis=2), {"top_k": selection.top_k, "local_window": selection.local_window}
-    indices = top_k_select(scores, **sizes, left_padding=padding)
-    # (sparq.24); without padding, no slot is empty
-    shares = mx.take_along_axis(scores, indices if padding is None else mx.maximum(indices, 0), axis=-1)
-    shares = shares if padding is None else mx.where(indices >= 0, shares, 0.0)
+    indices = top_k_select(scores, **sizes, left_padding=padding, visible=visible)
+    # (sparq.24); if all keys are valid, no slot is empty
+    shares = mx.take_along_axis(scores, indices if valid is None else mx.maximum(indices, 0), axis=-1)
+    shares = shares if valid is None else mx.where(indices >= 0, shares, 0.0)
     recall = shares.sum(axis=-1) / s_hat.shape[2]
 
     # (sparq.8) approximate softmax mass of the selected keys
@@ -109,7 +115,7 @@ def sparq_attention(
     """
     selection = Selection(**parameters)
     indices, alpha, recall = sparq_select(queries, keys, selection)
-    out, lse = attend_indices(queries, keys, values, indices, scale=selection.scale)
+    out, lse = attend_indices(queries, keys, values, indices, scale=selection.scale, bias=selection.bias)
     if reallocate:
         assert value_mean is not None
         # (sparq.10) in float32, because bfloat16 rounds an alpha of 0.9996 to 1
@@ -120,14 +126,18 @@ def sparq_attention(
     return out, lse, recall
 
 
-def masked_mean(rows: Rows, left_padding: mx.array | None) -> mx.array:
-    """Return the float32 mean ``(B, Hkv, D)`` of ``rows (B, Hkv, S, D)`` over the valid keys (sparq.9)."""
+def masked_mean(rows: Rows, left_padding: mx.array | None, bias: mx.array | None = None) -> mx.array:
+    """Return the float32 mean ``(B, Hkv, D)`` of ``rows (B, Hkv, S, D)`` over the valid keys (sparq.9).
+
+    Rows that ``bias`` hides from all heads of a group do not count.
+    """
     rows = rows[:].astype(mx.float32)
-    if left_padding is None:
+    if left_padding is None and bias is None:
         return rows.mean(axis=2)
-    S = rows.shape[2]
-    count = mx.maximum(S - left_padding, 1)[:, None, None]
-    return mx.where(valid_keys(S, left_padding)[:, None, :, None], rows, 0.0).sum(axis=2) / count
+    valid = mx.array(True) if left_padding is None else valid_keys(rows.shape[2], left_padding)[:, None]
+    valid = valid if bias is None else valid & visible_keys(bias, rows.shape[1])
+    count = mx.maximum(valid.sum(axis=2), 1)[..., None]
+    return mx.where(valid[..., None], rows, 0.0).sum(axis=2) / count
 
 
 def deviation(keys: Rows, left_padding: mx.array | None) -> mx.array:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...core.attend.oracle import attend_indices, float64, softmax_lse
+from ...core.attend.oracle import add_bias, attend_indices, float64, softmax_lse, visible_keys
 from ...core.select.oracle import ranked, top_k_select, valid_keys
 from .config import Selection
 from .scoring_keys import (
@@ -78,11 +78,15 @@ def sparq_select(queries: npt.ArrayLike, keys: npt.ArrayLike, selection: Selecti
         logits = logits / np.sqrt(np.where(covered > 0, coverage, 1.0))[..., None]
 
     # (sparq.4) approximate attention, (sparq.5) summed over the group
-    s_hat, _ = softmax_lse(logits, np.broadcast_to(valid[:, None, None, :], logits.shape))
+    mask, visible = np.broadcast_to(valid[:, None, None, :], logits.shape), None
+    if selection.bias is not None:
+        logits, mask = add_bias(logits, np.reshape(selection.bias, logits.shape), mask)  # (sparq.25)
+        visible = visible_keys(selection.bias, Hkv)
+    s_hat, _ = softmax_lse(logits, mask)
     scores = s_hat.sum(axis=2)
     # (sparq.6) selection of the keys
     window, top_k = selection.local_window, selection.top_k
-    indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=padding)
+    indices = top_k_select(scores, top_k=top_k, local_window=window, left_padding=padding, visible=visible)
     # (sparq.8) approximate softmax mass of the selected keys
     filled = indices >= 0
     chosen = np.take_along_axis(s_hat, np.where(filled, indices, 0)[:, :, None, :], axis=-1)
@@ -110,7 +114,7 @@ def sparq_attention(
     """
     selection = Selection(**parameters)
     indices, alpha, _, _ = sparq_select(queries, keys, selection)
-    out, lse = attend_indices(queries, keys, values, indices, scale=selection.scale)
+    out, lse = attend_indices(queries, keys, values, indices, scale=selection.scale, bias=selection.bias)
     _, Hkv, S, _ = np.shape(keys)
     by_group = alpha.reshape(len(alpha), Hkv, -1)
     if reallocate and selection.top_k < S:
@@ -228,12 +232,16 @@ def _roots(covariance: Array) -> tuple[Array, Array]:
     return (vectors * np.sqrt(values)) @ vectors.T, (vectors / np.sqrt(values)) @ vectors.T
 
 
-def masked_mean(rows: npt.ArrayLike, left_padding: npt.ArrayLike | None) -> Array:
-    """Return the mean ``(B, Hkv, D)`` of the valid ``rows (B, Hkv, S, D)``, or 0 if there are none (sparq.9)."""
+def masked_mean(rows: npt.ArrayLike, left_padding: npt.ArrayLike | None, bias: npt.ArrayLike | None = None) -> Array:
+    """Return the mean ``(B, Hkv, D)`` of the valid ``rows (B, Hkv, S, D)``, or 0 if there are none (sparq.9).
+
+    Rows that ``bias`` hides from all heads of a group do not count.
+    """
     rows = float64(rows)
-    valid = valid_keys(rows.shape[0], rows.shape[2], left_padding)
-    count = np.maximum(valid.sum(axis=1), 1)[:, None, None]
-    mean: Array = np.where(valid[:, None, :, None], rows, 0.0).sum(axis=2) / count
+    valid = valid_keys(rows.shape[0], rows.shape[2], left_padding)[:, None]
+    valid = valid if bias is None else valid & visible_keys(bias, rows.shape[1])
+    count = np.maximum(valid.sum(axis=2), 1)[..., None]
+    mean: Array = np.where(valid[..., None], rows, 0.0).sum(axis=2) / count
     return mean
 
 

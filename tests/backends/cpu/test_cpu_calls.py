@@ -61,12 +61,14 @@ CALLS: dict[str, tuple[str, int, Callable[[], list[Any]]]] = {
 STRANGE = (-1, 0, 2**31, 2**62, -(2**63))
 ACCEPTED = {"top_k": (2**31, 2**62), "local_window": (0,), "sink_tokens": (0,)}
 IGNORED = {("columns", "groups"), ("codes", "columns"), ("indices", "block_size"), ("sample", "out"), ("sample", "lse")}
-OPTIONAL = ("left_padding", "component_weight", "value_mean", "counts")
+IGNORED |= {(name, "bias_type") for name in ("dense", "blocks", "sample")}  # without a bias
+OPTIONAL = ("left_padding", "bias", "component_weight", "value_mean", "counts")
 
 
 def arguments(name: str) -> list[Any]:
     _, queries, make = CALLS[name]
-    attention = [Call(*arrays(queries=queries), length=S, padding=(0, 9)).given] if queries else []
+    bias = (numbers(B, HQ, 1, S), "f16") if queries == 1 else None
+    attention = [Call(*arrays(queries=queries), length=S, padding=(0, 9), bias=bias).given] if queries else []
     return [*attention, *make()]
 
 

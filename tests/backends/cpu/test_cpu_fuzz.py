@@ -26,8 +26,14 @@ from mlx_sparse.oracle import attend, saap, sample
 pytestmark = pytest.mark.slow  # fuzzing
 
 
+LOWEST = {"f32": -3.4028234663852886e38, "f16": -65504.0, "bf16": -3.3895313892515355e38}
+
+
 class Draw(SimpleNamespace):
-    """Random sizes and contents. The unused rows of the buffers and the padded rows contain ``poison``."""
+    """Random sizes and contents. The unused rows of the buffers and the padded rows contain ``poison``.
+
+    ``bias`` is for the oracle, and ``stored_bias`` has the lowest number of its type in place of -inf.
+    """
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -39,6 +45,13 @@ class Draw(SimpleNamespace):
             array[:, :, self.S :] = self.poison
             for b, first in enumerate(self.padding or ()):
                 array[b, :, :first] = self.poison
+        self.bias = self.stored_bias = None
+        if self.bias_type:
+            bias = round_to(self.rng.normal(size=(self.B, self.Hkv * self.G, 1, self.S)), self.bias_type)
+            hidden = self.rng.random(self.S) < 0.2, self.rng.random(bias.shape) < 0.1
+            self.bias = np.where(hidden[0] | hidden[1], -np.inf, bias)
+            some = hidden[1] & ~hidden[0]
+            self.stored_bias = np.where(some, LOWEST[self.bias_type], self.bias), self.bias_type
 
     @property
     def rows(self) -> tuple[Array, Array, Array]:
@@ -49,7 +62,8 @@ class Draw(SimpleNamespace):
         return self.q.astype(np.float64), k, v
 
     def run(self, function: str, *arguments: Any) -> tuple[Array, Array]:
-        return Call(self.q, self.k, self.v, self.S, self.padding, self.types).run(function, *arguments)
+        call = Call(self.q, self.k, self.v, self.S, self.padding, self.types, self.stored_bias)
+        return call.run(function, *arguments)
 
     def close(self, found: tuple[Array, Array], wanted: Array, lse: Array | None) -> None:
         dtype = self.types[0]
@@ -74,6 +88,7 @@ def draws(draw: Any, most: int = 1, padded: bool = True) -> Draw:
         free=draw(st.integers(0, 70)),
         types=(draw(types), draw(types)),
         padding=draw(st.none() | st.lists(st.integers(0, S), min_size=B, max_size=B)) if padded else None,
+        bias_type=draw(st.sampled_from(["", *PRECISION])) if most == 1 else "",
         poison=draw(st.sampled_from([float("nan"), float("inf"), 1e4])),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
@@ -101,7 +116,7 @@ def test_lists_of_any_numbers_are_attended(case: Draw, N: int) -> None:
     counts = case.rng.integers(-3, N + 4, (case.B, case.Hkv)).astype(np.int32)
     kept = np.where(np.arange(N) < counts[..., None], lists, -1)
     q, k, v = case.rows
-    out, lse = attend.attend_indices(q, k, v, np.where(kept < case.S, kept, -1), scale=case.D**-0.5)
+    out, lse = attend.attend_indices(q, k, v, np.where(kept < case.S, kept, -1), scale=case.D**-0.5, bias=case.bias)
     case.close(case.run("indices", structure(native_call.Lists, N=N, indices=lists, counts=counts)), out, lse)
 
 
@@ -116,7 +131,7 @@ def test_sparq_attends_as_the_oracle(
     weight = case.rng.random(shape).astype(np.float32) if weighted else None
     mean = case.rng.normal(size=shape).astype(np.float32) if reallocate else None
     given: dict[str, Any] = {"rank": rank, "top_k": top_k, "local_window": window, "component_weight": weight}
-    selection = {**given, "scale": case.D**-0.5, "left_padding": case.padding}
+    selection = {**given, "scale": case.D**-0.5, "left_padding": case.padding, "bias": case.bias}
     if coded:
         with np.errstate(all="ignore"):
             made = oracle.sparq.code_keys(keys, left_padding=case.padding)
