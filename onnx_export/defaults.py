@@ -19,9 +19,6 @@ NATIVE_CONTEXT = 4
 BUCKET_READ_COST = 0.2  # cost of reading the bucket of a key in SAAP's function body, relative to attending to the key
 # Tokens per prefill chunk. SampleAttention scores one row block per chunk, so its chunks are as long as in mlx-lm.
 PREFILL_CHUNK, SAMPLE_CHUNK = 512, 2048
-# Number of keys below which prefill stays dense if `dense_below` is "auto". At this length and longer, SampleAttention
-# over half of the blocks was faster than dense attention, both as function bodies and with native kernels.
-SAMPLE_BELOW = 2048
 
 
 def lanes_for(length: int) -> int:

@@ -3,7 +3,7 @@
 
 python scripts/traffic.py [--json] [METHOD ...]
 
-METHOD is sparq, sparq4 (int4 scoring keys), saap or sample. By default, all methods are counted.
+METHOD is sparq (16 bits, 128 keys), sparq4 (the default of `--attn sparq`), saap or sample. By default, all methods are counted.
 The harness runs on Linux and needs clang, which the `test` extra installs.
 In each launch, a cache line of 128 bytes counts once.
 """
@@ -15,6 +15,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ def decode_inputs() -> tuple[mx.array, mx.array, mx.array]:
     return random(KV_HEADS * GROUP, 1), random(KV_HEADS, KEYS), random(KV_HEADS, KEYS)
 
 
-def sparq(key_bits: int = 16) -> Any:
+def sparq(config: SparQ) -> Any:
     q, k, v = decode_inputs()
-    keys_t = mx.contiguous(k.swapaxes(-1, -2)) if key_bits == 16 else mlx_sparse.code_keys(k)
-    settings: dict[str, Any] = {"key_bits": key_bits, "keys_t": keys_t}
+    keys_t = mx.contiguous(k.swapaxes(-1, -2)) if config.key_bits == 16 else mlx_sparse.code_keys(k)
+    settings: dict[str, Any] = {"key_bits": config.key_bits, "keys_t": keys_t, "top_k": config.at(KEYS).top_k}
     return mlx_sparse.sparq_attention(q, k, v, **settings, backend="metal", return_stats=True)
 
 
@@ -64,13 +65,12 @@ def sample() -> Any:
     return mlx_sparse.sample_attention(q, k, v, backend="metal", return_stats=True)
 
 
+CONFIGS = {"sparq": SparQ(key_bits=16, top_k=128, reallocate=False), "sparq4": SparQ(reallocate=False)}
 METHODS: dict[str, Callable[[], Any]] = {
-    "sparq": sparq,
-    "sparq4": lambda: sparq(key_bits=4),
+    **{name: partial(sparq, config) for name, config in CONFIGS.items()},
     "saap": saap,
     "sample": sample,
 }
-CONFIGS = {"sparq": SparQ(key_bits=16, reallocate=False), "sparq4": SparQ(reallocate=False)}
 
 
 def count(method: str) -> dict[str, Any]:

@@ -54,12 +54,14 @@ class SparseCache:
 
     Attributes:
         aux_states: dict from the method name to the auxiliary cache state of the method.
+        latent: True if attention uses the keys also as values. ``values`` then has other data of the model (MLA).
         layer_plan: `lm.plan.LayerPlan` from the last decode step; None before the first step and after rows have moved.
     """
 
     keys: Any
     values: Any
     aux_states: Mapping[str, State] = MappingProxyType({})
+    latent = False
     layer_plan: Any = None
     _full_samples: tuple[FullSample | None, ...] = ()  # one entry, or one per sequence of a batch
     # Function that returns the length and the arrays that the auxiliary state depends on. It takes this cache.
@@ -75,7 +77,7 @@ class SparseCache:
     @property
     def value_rows(self) -> Rows:
         """Value buffer ``(B, Hkv, capacity, D)``."""
-        rows: mx.array = self.values
+        rows: mx.array = self.keys if self.latent else self.values
         return rows
 
     @property
@@ -187,7 +189,9 @@ class SparseCache:
         """Return the bytes that a decode step over ``S`` keys moves on ``backend``, summed over all KV heads."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
-        return B * Hkv * config.step_bytes(S, D, itemsize=keys.itemsize, row_bytes=self.row_bytes, G=G, backend=backend)
+        how = {"itemsize": keys.itemsize, "row_bytes": self.row_bytes}
+        moved = config.step_bytes(S, D, **how, G=G, backend=backend)
+        return B * Hkv * (moved - (config.rows(S) // 2 * self.row_bytes if self.latent else 0))
 
     def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
         """Run one decode step with the method ``config``. See `Step` for the arguments and results."""
@@ -207,11 +211,20 @@ class SparseCache:
         read = None if state is None else state.bind(self, config, G, whole=whole)
         keep, padding = None if state is None else state.keep, self.padding
 
-        def step(queries: mx.array, cache: SparseCache, S: int, scale: float, hooks: object = None) -> Attended:
+        def step(
+            queries: mx.array,
+            cache: SparseCache,
+            S: int,
+            scale: float,
+            hooks: object = None,
+            bias: mx.array | None = None,
+        ) -> Attended:
             nonlocal now, parameters
             if (grown := config.at(S)) is not now:
                 now, parameters = grown, grown.parameters(G)
             given = parameters if read is None else parameters | read(cache, S)
+            if bias is not None:
+                given = given | {"bias": bias}
             keys, values, length = cache.rows(backend, S)
             given = given | length
             out, lse, *more = function(queries, keys, values, scale=scale, left_padding=padding, **given)
@@ -292,7 +305,7 @@ class SparseCache:
         S = self.length if S is None else S
         if backend in registry.WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}
-        return self.keys[..., :S, :], self.values[..., :S, :], {}
+        return self.key_rows[..., :S, :], self.value_rows[..., :S, :], {}
 
     def by_heads(self, run: Run, queries: mx.array, backend: str, *, packed: bool = False) -> tuple[mx.array, ...]:
         """Call ``run`` on ``queries (B, Hq, L, D)`` and this cache's rows. Subclasses may run a few heads at a time.

@@ -36,6 +36,7 @@ class Step:
         network: size in bytes of SAAP's query network for one KV head.
         measured: crossover length in keys that was measured on this machine; None before a measurement.
         packed: (bits per component, group size) of a quantized KV cache (quantized.1); None if not quantized.
+        latent: True if the keys are also the values, as in multi-head latent attention.
     """
 
     heads: int
@@ -47,6 +48,12 @@ class Step:
     network: int = 0
     measured: int | None = None
     packed: tuple[int, int] | None = None
+    latent: bool = False
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of the key and the value of one token and head."""
+        return self.row_bytes if self.latent else 2 * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -104,6 +111,15 @@ class Method:
         if not hasattr(self, "top_k"):
             raise ConfigError(f"attn: expected a sparse method, got {self.name}.")
         return int(self.top_k)
+
+    @property
+    def serves_latents(self) -> bool:
+        """True if the settings turn on sparse decode steps in layers with multi-head latent attention (MLA)."""
+        return False
+
+    def for_bias(self) -> Self | None:
+        """Return the method for decode steps that add a bias to the logits, or None if there is none."""
+        return None
 
     @property
     def unit(self) -> int:

@@ -25,7 +25,9 @@ class Facts:
     Attributes:
         G: number of query heads per KV head.
         sinks: True if the layer has attention sinks.
-        other_mask: True if the mask hides more than padding.
+        latent: True for multi-head latent attention, unless a setting turns it on.
+        bias: True if the mask of a decode step is a bias: numbers that are added to the logits.
+        other_mask: True if the mask hides more than padding, and is no bias.
         causal: False if queries attend to later keys.
         checked: True if the call must be dense because a lossless model checks tokens with it.
         prompts_only: True if the program only processes prompts.
@@ -36,6 +38,8 @@ class Facts:
 
     G: int = 1
     sinks: bool = False
+    latent: bool = False
+    bias: bool = False
     other_mask: bool = False
     causal: bool = True
     checked: bool = False
@@ -73,9 +77,12 @@ def skips_keys(attended: int, L: int, S: int) -> bool:
 
 def exclusion(config: Method, facts: Facts) -> str | None:
     """Return the reason why ``config`` is dense at every length in a layer and under a mask, or None."""
+    if facts.latent:
+        return reasons.LATENT
     if facts.sinks and not config.supports_sinks(facts.G):
         return reasons.SINKS
-    return reasons.ARRAY_MASK if facts.other_mask else facts.unready
+    masked = facts.other_mask or (facts.bias and config.for_bias() is None)
+    return reasons.ARRAY_MASK if masked else facts.unready
 
 
 def refusal(config: Method | None, facts: Facts) -> str | None:

@@ -9,6 +9,7 @@ VERIFY_QUERIES = 16
 NO_CACHE = "without a KV cache"
 OTHER_HEAD_DIMS = "with key and value head dims that differ"
 OTHER_ROWS = "with keys or values that differ from the KV cache"
+LATENT = "with multi-head latent attention (MLA)"
 SINKS = "with attention sinks"
 OWN_ATTENTION = "with custom attention code or without attention"
 

@@ -163,13 +163,14 @@ class Call:
     ) -> mx.array | None:
         """Return the attention output of one layer, or None to let mlx-lm run dense attention."""
         layer: LayerPlan | None = getattr(cache, "layer_plan", None)
+        bias = None if layer is None or not layer.bias else as_bias(mask, queries, cache.length)
         if (
             layer is None
             or layer.plan is not self.plan
             or not layer.start <= cache.length < layer.stop
             or layer.queries != queries.shape
             or not self._planned
-            or not (mask is None or is_padding_mask(mask, self.caches))
+            or (bias is None if layer.bias else not (mask is None or is_padding_mask(mask, self.caches)))
         ):
             return self._decide(queries, keys, values, cache, scale, mask, sinks)
         reason = None
@@ -177,7 +178,7 @@ class Call:
             hooks.keys_written(cache)
             if (reason := hooks.step_reason(cache)) is not None:
                 self.counts.dense_calls[reason] += 1
-        out = self._step(layer, queries, cache, scale, sinks) if reason is None else None
+        out = self._step(layer, queries, cache, scale, sinks, bias) if reason is None else None
         if out is not None:
             return out
         if hooks is not None:
@@ -185,7 +186,13 @@ class Call:
         return self.dense.attend(queries, keys, values, cache, scale, mask, sinks)
 
     def _step(
-        self, layer: LayerPlan, queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
+        self,
+        layer: LayerPlan,
+        queries: mx.array,
+        cache: SparseCache,
+        scale: float,
+        sinks: mx.array | None,
+        bias: mx.array | None,
     ) -> mx.array | None:
         """Run a sparse decode step of a layer, or return None if the layer's plan selects dense attention."""
         counts = self.counts
@@ -197,7 +204,8 @@ class Call:
         counts.dense_bytes += layer.dense_bytes * (S + 1)  # S keys and values are read, one is written
         # Round for each head, so that tensor-parallel ranks together count the same bytes as one process.
         counts.modeled_bytes += layer.heads * round(fixed + per_key * S)
-        out, lse, *estimate = layer.step(queries, cache, S, scale, self.hooks)
+        more = {} if bias is None else {"bias": bias}
+        out, lse, *estimate = layer.step(queries, cache, S, scale, self.hooks, **more)
         if estimate and layer.index >= 0 and S % SAMPLED_STEPS == 0:
             (recall,) = estimate
             if len(layer.served) < len(recall):  # MLX does not compute the estimates of other sequences
@@ -207,16 +215,21 @@ class Call:
             out = dense.with_sinks(out, lse, sinks)
         if layer.short:
             counts.dense_calls[reasons.SHORT_SEQUENCES] += 1
-            out = dense.replace_with_dense(out, layer.short, queries, cache, scale, sinks)
+            out = dense.replace_with_dense(out, layer.short, queries, cache, scale, sinks, bias)
         return out
 
     def _decide(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
         """Run a prefill chunk, or a decode step if the layer has no valid plan. Return None for dense attention."""
+        L = queries.shape[2]
+        if L == 1 and isinstance(cache, SparseCache):
+            cache.latent = keys is values and isinstance(keys, mx.array)
         if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
         reason = layer_reason(queries, keys, values, cache)
+        if reason == reasons.LATENT and L > 1 and self.plan.prefill is None:
+            reason = chunk_refusal(None, Facts(), L, keys.shape[2])
         if self.probe is not None:
             found: Any = reason
             if reason is None:  # the rest depends on `grouped`, which is known after the trial call
@@ -230,7 +243,7 @@ class Call:
             return self.dense.attend_natively(queries, keys, values, None, scale, mask, sinks)
         if self.hooks is not None and self.plan.decodes:
             self.hooks.keys_written(cache)
-        if isinstance(cache, SparseBatch) and self._differs_by_sequence(queries.shape[2], cache):
+        if isinstance(cache, SparseBatch) and self._differs_by_sequence(L, cache):
             out = self._attend_each(queries, cache, scale, mask, sinks)
         else:
             out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.layer_index(cache))
@@ -269,7 +282,8 @@ class Call:
             if reason is None:
                 layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks, facts, layer_index)
                 cache.layer_plan = layer
-                return self._step(layer, queries, cache, scale, sinks)
+                bias = as_bias(mask, queries, S) if facts.bias else None
+                return self._step(layer, queries, cache, scale, sinks, bias)
         self.counts.dense_calls[reason] += 1
         if reason == reasons.CHECKED and self.checks:
             self.counts.checked_bytes += 2 * keys.shape[0] * keys.shape[1] * cache.row_bytes * (S + 1)
@@ -280,13 +294,19 @@ class Call:
         step, plan, hooks = queries.shape[2] == 1, self.plan, self.hooks
         # A comparison may wait for the device. Without a prefill method, chunks are dense under every mask.
         compared = mask is not None and (step or plan.prefill is not None)
+        padding = compared and is_padding_mask(mask, self.caches)
+        sizes = queries.shape[3], queries.shape[1] // keys.shape[1]
+        bias = step and not padding and as_bias(mask, queries, keys.shape[2]) is not None
+        bias = bias and registry.unsupported(plan.backend, "sparq", *sizes, bias=True) is None
         unready = None
         if hooks is not None and step:
             unready = hooks.step_reason(cache) if self.probe is None else hooks.refusal(cache)
         return Facts(
-            G=queries.shape[1] // keys.shape[1],
+            G=sizes[1],
             sinks=sinks is not None,
-            other_mask=compared and not is_padding_mask(mask, self.caches),
+            latent=cache.latent and not (plan.latents and plan.lossless is None),
+            bias=bias,
+            other_mask=compared and not padding and not bias,
             causal=step or mask is not None,
             checked=not self._drafts if step else self.checks,
             prompts_only=not plan.decodes,
@@ -392,6 +412,17 @@ class Call:
     def layer_index(self, cache: object) -> int:
         """Return the index of ``cache`` among the model's caches, or -1 if the model does not use ``cache``."""
         return next((index for index, own in enumerate(self.caches) if own is cache), -1)
+
+
+def as_bias(mask: Mask, queries: mx.array, S: int) -> mx.array | None:
+    """Return the mask of a decode step as a bias ``(B, Hq, 1, S)``, or None if it is no additive mask."""
+    if not isinstance(mask, mx.array) or not mx.issubdtype(mask.dtype, mx.floating):
+        return None
+    shape = (*queries.shape[:3], S)
+    if mask.shape == shape:
+        return mask
+    fits = mask.ndim <= 4 and all(n in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1], strict=False))
+    return mx.broadcast_to(mask, shape) if fits and mask.shape[-1] == S else None
 
 
 def under_plan(cls: type[nn.Module]) -> Callable[..., object]:

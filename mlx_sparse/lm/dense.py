@@ -198,7 +198,13 @@ def with_sinks(out: mx.array, lse: mx.array, sinks: mx.array) -> mx.array:
 
 
 def replace_with_dense(
-    out: mx.array, sequences: list[int], queries: mx.array, cache: SparseCache, scale: float, sinks: mx.array | None
+    out: mx.array,
+    sequences: list[int],
+    queries: mx.array,
+    cache: SparseCache,
+    scale: float,
+    sinks: mx.array | None,
+    bias: mx.array | None,
 ) -> mx.array:
     """Overwrite ``out (B, Hq, 1, D)`` with the dense results for the given ``sequences``, and return ``out``."""
     first_rows, batch = cache.first_rows(), mx.array(sequences)
@@ -206,6 +212,8 @@ def replace_with_dense(
     keys, values = (rows[:, :, start:][batch] for rows in cache.rows("ops")[:2])
     own = mx.array([first_rows[sequence] - start for sequence in sequences])[:, None, None, None]
     mask = mx.arange(cache.length - start) >= own
+    if bias is not None:
+        mask = mx.where(mask, bias[batch][..., start:], mx.array(-mx.inf, bias.dtype))
     given = queries[batch], keys, values
     out[batch] = scaled_dot_product_attention(*given, cache=cache, scale=scale, mask=mask, sinks=sinks)
     return out

@@ -26,6 +26,12 @@ from .plan import Plan, Probe
 
 NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 
+# The end of the error for models with multi-head latent attention.
+LATENT_ADVICE = (
+    " With MLA, quality was measured on a converted model only. `mlx-sparse advise MODEL --text FILE` measures your "
+    "model, and `--attn sparq:component_score=query_key` turns decode steps on (without --lossless)."
+)
+
 Attn = str | Method | tuple[Method, ...]
 
 
@@ -293,8 +299,9 @@ def require_served(report: Report, methods: str) -> None:
     """Raise `NothingServed` if no layer can use sparse attention."""
     if report.served_layers == 0:
         listed = ", ".join(f"{count} {reason}" for reason, count in report.dense_layers.items())
+        advice = LATENT_ADVICE if report.dense_layers[reasons.LATENT] else ""
         raise NothingServed(
             f"model: expected an attention layer that {methods} can serve, got {report.model_type} with "
-            f"{report.layers} layers: {listed}.",
+            f"{report.layers} layers: {listed}.{advice}",
             report,
         )

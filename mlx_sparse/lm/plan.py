@@ -38,6 +38,7 @@ class Plan:
         decodes: True if decode steps may be sparse; False in a command that only processes a prompt.
         watch: function that is called once, after the first decode step. Its arguments are the step's number of keys
             and the step's `Counts`.
+        latents: True if the settings of the decode method turn on sparse decode steps with MLA.
         layers: for each pair of a method and a layer shape, the number of layers that can use sparse attention.
         report: report that counts the calls of all forward passes.
         lossless: number of draft tokens per check; 0 to select the number by speed; None if the model is not lossless.
@@ -63,6 +64,7 @@ class Plan:
         self.hooks = hooks
         self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
+        self.latents = decode is not None and decode.serves_latents
         self.report = Report(attn=self.attn, backend=backend, model_type=family, decodes=decode is not None)
         self.report.add(Counts(prefill=prefill and PrefillStatistics(), counted=hooks.statistics))
         self.report.crossovers = self.crossovers
@@ -121,11 +123,15 @@ class Plan:
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 
-    def resolve(self, config: Method, queries: mx.array, keys: Rows) -> str:
-        """Return the name of the backend that runs ``config`` for the given ``queries`` and ``keys``."""
+    def resolve(self, config: Method, queries: mx.array, keys: Rows, *, bias: bool = False) -> str:
+        """Return the name of the backend that runs ``config`` for the given ``queries`` and ``keys``.
+
+        Set ``bias`` to True if the step adds a bias to the logits.
+        """
         # Prefill dequantizes the rows of a quantized KV cache.
         bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
-        return registry.resolve(self.backend, config.name, D=queries.shape[3], G=_group(queries, keys), bits=bits)
+        sizes = {"D": queries.shape[3], "G": _group(queries, keys)}
+        return registry.resolve(self.backend, config.name, **sizes, bits=bits, bias=bias)
 
     def attends_natively(self, queries: mx.array, keys: mx.array) -> bool:
         """Return True if dense calls use the native kernels.
@@ -146,6 +152,8 @@ class Plan:
         more: dict[str, Any] = {} if prompts or hooks is None else hooks.sizes(cache)
         if isinstance(keys, PackedRows) and not prompts:
             more["packed"] = keys.bits, keys.group_size
+        if not prompts:
+            more["latent"] = cache.latent
         step = Step(keys.shape[1], _group(queries, keys), keys.shape[3], keys.itemsize, device, **more)
         return Layer(backend, step, keys.dtype, self.calibration.chunk if prompts else 1)
 
@@ -170,7 +178,7 @@ class Plan:
         """
         assert self.decode is not None
         config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
-        backend = self.resolve(config, queries, keys)
+        backend = self.resolve(config, queries, keys, bias=facts.bias)
         layer = self.sizes(config, queries, keys, cache, backend, hooks)
         padding, lengths = min(first_rows), [S - first for first in first_rows]
         estimate = int(self.calibration.threshold(config, layer, S - padding).value)
@@ -182,7 +190,9 @@ class Plan:
         step_bytes = partial(cache.step_bytes, config) if hooks is None else partial(hooks.step_bytes, cache)
         moved, later = (step_bytes(position, G, backend) // heads for position in (S, S + SPAN))
         per_key = (later - moved) / SPAN
-        step = cache.bind(config, G, backend) if hooks is None else hooks.bind(cache, G, backend, decision.served)
+        bound = config.for_bias() if facts.bias else config
+        assert bound is not None
+        step = cache.bind(bound, G, backend) if hooks is None else hooks.bind(cache, G, backend, decision.served)
         return LayerPlan(
             self,
             index,
@@ -194,7 +204,8 @@ class Plan:
             served=decision.served,
             short=decision.short,
             heads=heads,
-            dense_bytes=2 * heads * cache.row_bytes,
+            dense_bytes=heads * layer.step.pair_bytes,
+            bias=facts.bias,
             sparse_bytes=(moved - per_key * S, per_key),
         )
 
@@ -215,6 +226,7 @@ class LayerPlan:
             at most ``config.attended`` keys are not listed, because the sparse method attends to all their keys.
         heads: number of KV heads in the batch, ``B * Hkv``.
         dense_bytes: number of bytes of one position's keys and values in all ``heads``.
+        bias: True if the steps add a bias to the logits.
         sparse_bytes: ``(constant, per_key)``. A sparse step over S keys moves ``constant + per_key * S`` bytes per KV
             head.
     """
@@ -230,6 +242,7 @@ class LayerPlan:
     short: list[int]
     heads: int
     dense_bytes: int
+    bias: bool
     sparse_bytes: tuple[float, float]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -276,7 +289,7 @@ class Probe:
                 self.backends.add(registry.resolve(plan.backend, config.name, D=queries.shape[3], G=1))
                 continue
             config.check_head_dim(queries.shape[-1])
-            backend = plan.resolve(config, queries, keys)
+            backend = plan.resolve(config, queries, keys, bias=facts.bias)
             self.backends.add(backend)
             self.layers[config, plan.sizes(config, queries, keys, cache, backend, hooks)] += 1
         return None if serving else found[-1][1]
@@ -288,6 +301,12 @@ def layer_reason(queries: mx.array, keys: Any, values: Any, cache: object) -> st
         return reasons.NO_CACHE
     if not isinstance(cache, SparseCache):
         return reasons.other_cache(type(cache).__name__)
+    first, second = (rows if isinstance(rows, mx.array) else rows[0] for rows in (cache.keys, cache.values))
+    if first.shape[3] != second.shape[3]:
+        # The cache of MLA has latents and positional keys. Models expand latents to heads, except in decode steps.
+        expanded = keys.shape[1] != first.shape[1]
+        if expanded or (keys is values and queries.shape[2] > 1):
+            return reasons.LATENT
     if keys.shape != values.shape:
         return reasons.OTHER_HEAD_DIMS
     B = queries.shape[0]

@@ -66,6 +66,10 @@ def test_a_decision_is_valid_until_a_sequence_or_a_measurement_changes_it(
         (Streaming(), Facts(other_mask=True), reasons.ARRAY_MASK),
         (SparQ(), Facts(sinks=True, other_mask=True), reasons.SINKS),  # of the layer, not only of this call
         (SparQ(), Facts(checked=True, prompts_only=True), reasons.CHECKED),
+        (SparQ(), Facts(latent=True, bias=True), reasons.LATENT),
+        (SparQ(), Facts(bias=True), None),
+        (SparQ(reallocate=True), Facts(bias=True), reasons.ARRAY_MASK),
+        (Streaming(), Facts(bias=True), reasons.ARRAY_MASK),
         (Streaming(), Facts(unready=reasons.UNCOUNTED), reasons.UNCOUNTED),
     ],
 )

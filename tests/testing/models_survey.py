@@ -6,7 +6,7 @@ import contextlib
 import pkgutil
 import textwrap
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -56,6 +56,7 @@ class EveryStep(SparQ):
 
 
 EVERY_KEY = EveryStep(rank=4, top_k=4096)
+MLA = "component_score=query_key"  # turns on sparse decode steps with multi-head latent attention
 
 
 @dataclass
@@ -118,9 +119,11 @@ def _survey(family: str, module: ModuleType) -> Facts:
     model = family_models.build(family)
     found = Facts(family, qk_norm=has_qk_norm(model))
     report = _probe(model, FEW)
+    if latent := reasons.LATENT in report.dense_layers:
+        report = _probe(model, f"{FEW},{MLA}")
     found.served, found.dense = {"sparq": report.served_layers}, dict(report.dense_layers)
     if report.served_layers:
-        _run(model, found)
+        _run(model, found, latent)
     else:
         found.how = "probed"
     unseen = found.dense.pop(reasons.OWN_ATTENTION, 0)
@@ -138,6 +141,8 @@ def _survey(family: str, module: ModuleType) -> Facts:
     if rest := found.layers - found.served["sparq"] - sum(found.dense.values()):
         found.dense[NO_ATTENTION] = rest
     found.kinds = _kinds(found, trained, any(name.startswith(LATENT) for name in names), _state(model))
+    if latent:
+        found.kinds = {"MLA" if kind == "full" else kind: count for kind, count in found.kinds.items()}
     return found
 
 
@@ -150,17 +155,18 @@ def _probe(model: Any, attn: Attn) -> Report:
         return error.report
 
 
-def _run(model: Any, found: Facts) -> None:
+def _run(model: Any, found: Facts, latent: bool) -> None:
     """Run the model and add the measured fields to ``found``."""
+    every, few_keys = (replace(EVERY_KEY, component_score="query_key"), f"{FEW},{MLA}") if latent else (EVERY_KEY, FEW)
     dense = _logits(model)
     largest = float(mx.abs(dense).max())
-    with sparse(model, EVERY_KEY):
+    with sparse(model, every):
         found.exact = bool(mx.abs(_logits(model) - dense).max() < CLOSE * largest)
-    with sparse(model, FEW) as report:
+    with sparse(model, few_keys) as report:
         few = _logits(model, report)
     found.shows = bool(mx.abs(few - dense).max() > CLOSE * largest)
     never = report.dense_layers[reasons.OWN_ATTENTION]
-    found.served = {"sparq": report.sparse_calls // STEPS}
+    found.served = {"sparq": report.sparse_calls // STEPS, "sample": 0}
     found.dense = {reason: count // STEPS for reason, count in report.dense_calls.items()}
     found.dense[reasons.OWN_ATTENTION] = never
     with contextlib.suppress(NothingServed), sparse(model, SAMPLE) as report:

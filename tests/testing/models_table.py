@@ -74,17 +74,19 @@ def markdown(facts: Sequence[Facts], mlx_lm: str) -> str:
     for row in filter(_never, facts):
         reason = " and ".join(_short(row, reason) for reason in row.dense)
         dense.setdefault(reason, []).append(row.family)
-    rest = [row for row in facts if row not in simple and not _never(row)]
+    latent = [row for row in facts if _latent(row)]
+    rest = [row for row in facts if row not in simple and row not in latent and not _never(row)]
     rows = [[f"`{row.family}`", _models(row.family), *_cells(row), _seen(row)] for row in rest]
     for absent in NOTES["absent"]:
         if absent["family"] not in known:
             seen = f"[reported]({absent['source']})"
             rows.append([f"not in mlx-lm {mlx_lm}", absent["models"], "no", absent["attention"], seen])
     whole = f"**Every layer can be sparse**, and was run: {_list(models)}."
+    mla = f"**Every MLA layer can be sparse**, if you set `component_score`: {_list(row.family for row in latent)}."
     none = "".join(f"* {reason}: {_list(families)}.\n" for reason, families in dense.items())
     return (
-        f"{_summary(facts, mlx_lm)}\n\n{whole}\n\n**No layer can be sparse** (probed, not run), by the kind of its "
-        f"layers:\n\n{none}\n**Other families**:\n\n{table(HEADER, rows)}"
+        f"{_summary(facts, mlx_lm)}\n\n{whole}\n\n{mla}\n\n**No layer can be sparse** (probed, not run), by the kind "
+        f"of its layers:\n\n{none}\n**Other families**:\n\n{table(HEADER, rows)}"
     )
 
 
@@ -99,11 +101,17 @@ def _never(row: Facts) -> bool:
     return row.how == "probed" and not any(row.served.values()) and not known
 
 
+def _latent(row: Facts) -> bool:
+    """Return True if decode steps over latents were run."""
+    return row.how == "run" and "MLA" in row.kinds
+
+
 def _simple(row: Facts) -> bool:
     """Return True if all methods support all layers, and there is no further information about the family."""
     special = row.family in NOTES["real"] or row.family in NOTES["reported"] or row.family in UNFIT
     served = row.how == "run" and set(row.served.values()) == {row.layers}
-    return served and row.exact is True and row.shows is True and not special and not row.note
+    right = row.exact is True and row.shows is True
+    return served and right and not special and not row.note and not _latent(row)
 
 
 def _summary(facts: Sequence[Facts], mlx_lm: str) -> str:
@@ -126,11 +134,8 @@ def _models(family: str) -> str:
 
 
 def _short(row: Facts, reason: str) -> str:
-    """Return the short form of a reason. Keys and values also have such shapes in families without MLA."""
-    latent = any(kind.startswith("MLA") for kind in row.kinds) and reason in (
-        reasons.OTHER_ROWS,
-        reasons.OTHER_HEAD_DIMS,
-    )
+    """Return the short form of a reason. Keys and values also have other head dims in families without MLA."""
+    latent = any(kind.startswith("MLA") for kind in row.kinds) and reason == reasons.OTHER_HEAD_DIMS
     return "MLA" if latent else SHORT.get(reason, reason)
 
 

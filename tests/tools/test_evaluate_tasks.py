@@ -1,4 +1,4 @@
-"""Test the tasks of `mlx-sparse eval` and `mlx-sparse tune-sample`: prompts, targets and errors."""
+"""Test the tasks of `mlx-sparse eval` and `mlx-sparse tune`: prompts, targets and errors."""
 
 from __future__ import annotations
 

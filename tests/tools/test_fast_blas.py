@@ -24,7 +24,7 @@ linux = pytest.mark.skipif(blas.note() is None, reason="MLX does not compute on 
 # Commands without a model would download the default model.
 COMMANDS = {
     "eval": "eval --methods sparq --text text.txt",
-    "tune-sample": "tune-sample --text text.txt --lengths 4k",
+    "tune": "tune --text text.txt --lengths 4k",
     "train-saap": "train-saap --text text.txt -o a.safetensors --recent-tokens 63",
     "try": "try --fast-blas",
 }
@@ -205,7 +205,7 @@ def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         *((name, "--model gemma-3-270m") for name in COMMANDS),
         *((name, "--text nowhere.txt") for name in COMMANDS),
         ("eval", "--limit 0"),
-        ("tune-sample", "--examples 0"),
+        ("tune", "--examples 0"),
         ("train-saap", "--context 100"),
         ("train-saap", "--held-out nowhere.txt"),
         ("try", "--attn sparkle"),

@@ -46,7 +46,7 @@ class Sample(Prefill):
             ``dense_below`` is a number, "auto" is 1, and the limit of `SAMPLE_SHARE` does not apply.
         ranges: settings for ranges of context lengths, in ascending order, which replace ``alpha_column``,
             ``alpha_slash`` and ``chunks``. Contexts beyond the last range use the settings of the last range.
-            `mlx-sparse tune-sample` finds the ranges for a model.
+            `mlx-sparse tune` finds the ranges for a model.
     """
 
     name: ClassVar[str] = "sample"

@@ -64,6 +64,7 @@ class SparQ(Method):
         component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
             keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
             scales, and for grouped query heads with quantized scoring keys. Otherwise "auto" is "query".
+            With multi-head latent attention, "auto" leaves decode steps dense.
         key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4. An int4 copy of the keys
             needs about a quarter of the transfers and memory of a 16-bit copy (docs/spec/sparq.md).
             docs/results/quality.md reports the loss of quality.
@@ -130,6 +131,15 @@ class SparQ(Method):
         return dataclasses.replace(self, component_score=score, reallocate=mixes)
 
     @property
+    def serves_latents(self) -> bool:
+        # The quality with MLA was measured on a converted model only, so the user must name a rule.
+        return self.component_score != "auto"
+
+    def for_bias(self) -> SparQ | None:
+        # The running mean of the values includes the keys that a bias hides.
+        return None if self.reallocate is True else dataclasses.replace(self, reallocate=False)
+
+    @property
     def attended(self) -> int:
         return FEWEST_KEYS if self.top_k == "auto" else int(self.top_k)
 
@@ -175,13 +185,13 @@ class SparQ(Method):
         by_rows = self.scores_rows(packed=packed)
         coded = self.key_bits < 16 and not by_rows
         scored = self.rank * ((2 * self.key_bits + 1) / 16 if coded else step.itemsize)
-        per_key = 2 * step.row_bytes - (step.row_bytes if by_rows else scored)
+        per_key = step.pair_bytes - (step.row_bytes if by_rows else scored)
         per_key -= self._score_bytes(step.G, packed=packed, backend="metal")
         if per_key <= 0:
             return NEVER
         top_k = self.attended
         while True:
-            fixed = 2 * (top_k + 1) * step.row_bytes
+            fixed = (top_k + 1) * step.pair_bytes
             S = math.ceil((ENOUGH_SAVED[step.device] / step.heads + fixed) / per_key)
             if self.at(S).attended <= top_k:
                 return S

@@ -14,12 +14,12 @@ from cases import covering
 from exported import CODED, FLOAT32, SAMPLE, SAMPLE_SAAP, ExportedModel, by_kernels, need
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_sparse.onnx_export.defaults import SAMPLE_BELOW
 from mlx_sparse.onnx_export.exporter import export as exporter
 from mlx_sparse.onnx_export.exporter.methods import sample
 from mlx_sparse.onnx_export.exporter.verify import compare
 
 from mlx_sparse.checks import ConfigError
+from mlx_sparse.core.cost import SAMPLE_DENSE_BELOW
 from mlx_sparse.methods import Sample, parse
 
 pytestmark = pytest.mark.slow  # whole models
@@ -80,7 +80,7 @@ def test_ranges_need_one_setting_up_to_max_length() -> None:
     ranges = parse("sample:ranges=1000:0.9:0.8:3/2000:0.5:0.5:2")[0]
     assert isinstance(ranges, Sample)
     assert str(sample.resolve(ranges, 999)) == str(
-        Sample(alpha_column=0.9, alpha_slash=0.8, chunks=3, dense_below=SAMPLE_BELOW)
+        Sample(alpha_column=0.9, alpha_slash=0.8, chunks=3, dense_below=SAMPLE_DENSE_BELOW)
     )
     with pytest.raises(ConfigError, match="ranges: expected one setting for all contexts up to 1000 tokens"):
         sample.resolve(ranges, 1000)
@@ -93,7 +93,7 @@ def test_dense_above_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     never = parse("sample:dense_above=1.0")[0]
     assert isinstance(never, Sample)
-    assert sample.resolve(never, 999).dense_below == SAMPLE_BELOW
+    assert sample.resolve(never, 999).dense_below == SAMPLE_DENSE_BELOW
 
 
 @pytest.mark.parametrize(("layers", "compared"), [(2, 2), (5, 3)])

@@ -1,8 +1,9 @@
-"""Test `mlx-sparse tune-sample`: measurements, selected settings, the file and interrupted runs."""
+"""Test `mlx-sparse tune`: measurements, selected settings, the file and interrupted runs."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -18,22 +19,13 @@ from tiny_models import build, write
 
 import mlx_sparse
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.methods import Sample, SampleRange, load_toml
+from mlx_sparse.core.base import Prefill
+from mlx_sparse.methods import Gather, Sample, SampleRange, load_toml, parse
 from mlx_sparse.tools.evaluate.journal import FORMAT, Journal
 from mlx_sparse.tools.evaluate.runner import passage_logits
 from mlx_sparse.tools.formats import write_toml
-from mlx_sparse.tools.tune import (
-    FIRST_LINE,
-    RETRIEVAL,
-    Measured,
-    Search,
-    Setting,
-    Trial,
-    Tuned,
-    group_by_range,
-    select,
-    toml,
-)
+from mlx_sparse.tools.tune import Search, grids, group_by_range
+from mlx_sparse.tools.tune.results import FIRST_LINE, RETRIEVAL, Measured, Trial, Tuned, select, toml, verdict
 
 pytestmark = pytest.mark.slow  # commands
 
@@ -42,8 +34,8 @@ LENGTH = 1024
 
 
 def found(accuracy: float, density: float, *, sampled: float = 0.1, alpha: float | None = 0.9) -> Measured:
-    setting = Setting(alpha, 0.9, 1) if alpha else None
-    return Measured(setting, {"needle": accuracy, "copying": accuracy}, density, sampled, 1.0)
+    config = Sample(alpha_column=alpha, alpha_slash=0.9, block_size=64) if alpha else None
+    return Measured(config, {"needle": accuracy, "copying": accuracy}, density, sampled, 1.0)
 
 
 DENSE = found(0.9, 1.0, sampled=0.0, alpha=None)
@@ -73,7 +65,7 @@ def test_sampling_counts_as_work() -> None:
     dear, cheap = found(0.9, 0.50, sampled=0.3), found(0.9, 0.55, sampled=0.1)
     assert select(DENSE, [dear, cheap])[0] is cheap
     low, high = found(0.9, 0.5, alpha=0.8), found(0.9, 0.5, alpha=0.95)
-    assert select(DENSE, [high, low])[0] is low
+    assert select(DENSE, [low, high])[0] is low
 
 
 def test_lengths_map_to_the_ranges_of_the_paper() -> None:
@@ -89,8 +81,9 @@ def test_lengths_map_to_the_ranges_of_the_paper() -> None:
 
 def search(min_accuracy: float = 0.0) -> Search:
     options = {"examples": 1, "seed": 0, "prefill_step_size": 512, "block_size": 32, "min_accuracy": min_accuracy}
-    args = argparse.Namespace(alpha_column=[1.0, 0.5], alpha_slash=[0.6], chunks=[2], **options)
-    return Search(build(), WordTokenizer(), TOKENS, Journal(None, "", "", Trial), args)
+    alphas = {"alpha_column": [1.0, 0.5], "alpha_slash": [0.6], "chunks": [2], "share": [0.5, 0.25]}
+    args = argparse.Namespace(methods=["sample", "gather"], **alphas, **options)
+    return Search(build(), WordTokenizer(), TOKENS, Journal(None, "", "", Trial), args, grids(args))
 
 
 def test_needle_passage_states_each_needle_once() -> None:
@@ -107,24 +100,25 @@ def test_needle_passage_states_each_needle_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def tuned() -> Tuned:
+def tuned() -> list[Tuned]:
     return search().tune(16384, (LENGTH,), Progress())
 
 
-def test_accuracy_is_the_share_of_predicted_tokens(tuned: Tuned) -> None:
+def test_accuracy_is_the_share_of_predicted_tokens(tuned: list[Tuned]) -> None:
     model = build()
     for task, make in RETRIEVAL.items():
         (passage,) = make(TOKENS, WordTokenizer(), context=LENGTH, limit=1, seed=0)
         best = model(mx.array([passage.tokens]))[0].argmax(axis=-1).tolist()
         right = [best[position] == passage.tokens[position + 1] for position in passage.scored]
-        assert tuned.dense.tasks[task] == sum(right) / len(right)
+        assert tuned[0].dense.tasks[task] == sum(right) / len(right)
 
 
-def test_density_falls_with_alpha(tuned: Tuned) -> None:
-    sparse, everything = tuned.measured
-    assert (sparse.setting, everything.setting) == (Setting(0.5, 0.6, 2), Setting(1.0, 0.6, 2))
-    assert (everything.tasks, everything.density, everything.sampled) == (tuned.dense.tasks, 1.0, 0.0)
-    model, config = build(), Sample(alpha_column=0.5, alpha_slash=0.6, chunks=2, block_size=32, dense_below=0)
+def test_density_falls_with_alpha(tuned: list[Tuned]) -> None:
+    sparse, everything = tuned[0].measured
+    config = Sample(alpha_column=0.5, alpha_slash=0.6, chunks=2, block_size=32, dense_below=0)
+    assert (sparse.config, everything.config) == (config, dataclasses.replace(config, alpha_column=1.0))
+    assert (everything.tasks, everything.density, everything.sampled) == (tuned[0].dense.tasks, 1.0, 0.0)
+    model = build()
     with mlx_sparse.sparse(model, config) as report:
         for make in RETRIEVAL.values():
             for passage in make(TOKENS, WordTokenizer(), context=LENGTH, limit=1, seed=0):
@@ -133,6 +127,30 @@ def test_density_falls_with_alpha(tuned: Tuned) -> None:
     assert sparse.density == pytest.approx(sum(heads) / len(heads))
     assert 0.3 < sparse.density < 1
     assert sparse.sampled == pytest.approx(2 * 32 / 512)
+
+
+def test_density_falls_with_the_share(tuned: list[Tuned]) -> None:
+    few, many = tuned[1].measured
+    assert (few.config, many.config) == (Gather(share=0.25, dense_below=0), Gather(share=0.5, dense_below=0))
+    assert 0 < few.density < many.density < 1
+
+
+def test_the_verdict_is_the_method_with_the_least_work_or_dense_attention() -> None:
+    def result(config: Prefill, accuracy: float, density: float) -> Tuned:
+        row = Measured(config, {"needle": accuracy, "copying": accuracy}, density, 0.1, 1.0)
+        return Tuned(16384, (8192,), DENSE, [row], row, row)
+
+    sample, gather = result(Sample(), 0.9, 0.6), result(Gather(), 0.9, 0.5)
+    assert verdict([sample, gather]).startswith("Use --attn gather with this file: ")
+    assert verdict([sample, result(Gather(), 0.8, 0.5)]).startswith("Use --attn sample with this file: ")
+    assert verdict([result(Sample(), 0.8, 0.5)]).startswith("Keep prefill dense: ")
+
+
+def test_the_file_has_the_largest_share_that_a_range_needs(tmp_path: Path) -> None:
+    rows = [Measured(Gather(share=share), {"needle": 0.9}, share, 0.1, 1.0) for share in (0.5, 0.75)]
+    out = tmp_path / "tuned.toml"
+    write_toml(out, toml([Tuned(16384, (8192,), DENSE, [row], row, row) for row in rows], "speed", "a model"))
+    assert load_toml(out) == {"gather": Gather(share=0.75)}
 
 
 def test_tasks_beyond_the_model_are_refused() -> None:
@@ -149,7 +167,7 @@ def test_file_loads_as_the_preferred_settings(tmp_path: Path, prefer: str, alpha
     careful, fast = found(0.9, 0.6, alpha=0.95), found(0.85, 0.3, alpha=0.8)
     ranges = [Tuned(up_to, (up_to // 2,), DENSE, [careful, fast], careful, fast) for up_to in (16384, 49152)]
     out = tmp_path / "tuned.toml"
-    write_toml(out, toml(ranges, prefer, "a model\n[sparq]", 64))
+    write_toml(out, toml(ranges, prefer, "a model\n[sparq]"))
     settings = tuple(SampleRange(up_to, alpha, 0.9, 1) for up_to in (16384, 49152))
     assert load_toml(out) == {"sample": Sample(block_size=64, ranges=settings)}
     assert "accuracy 0.900, density 1.000" in out.read_text()
@@ -165,7 +183,7 @@ def test_invalid_output_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
-HEADER = {"mlx_sparse": "tune-sample", "format": FORMAT, "key": "k"}
+HEADER = {"mlx_sparse": "tune", "format": FORMAT, "key": "k"}
 RESULT = {"right": 3, "scored": 5, "density": 0.5, "sampled": 0.1, "seconds": 2.0}
 DAMAGED = [
     b"\xff\xfe\n",
@@ -186,7 +204,7 @@ def test_damaged_state_is_refused(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "state"
     path.write_bytes(json.dumps(HEADER).encode() + b"\n" + line)
     with pytest.raises(ArtefactError, match="got something else in line 2") as error:
-        Journal(path, "tune-sample", "k", Trial)
+        Journal(path, "tune", "k", Trial)
     assert "\n" not in str(error.value)
     assert path.read_bytes().endswith(line)
 
@@ -206,24 +224,24 @@ def test_foreign_state_is_refused_and_stays(tmp_path: Path, content: bytes, reas
     path = tmp_path / "state"
     path.write_bytes(content)
     with pytest.raises(ArtefactError, match=reason):
-        Journal(path, "tune-sample", "k", Trial)
+        Journal(path, "tune", "k", Trial)
     assert path.read_bytes() == content
 
 
 def test_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "state"
     trial = Trial(**RESULT)
-    Journal(path, "tune-sample", "k", Trial).add("a", trial)
+    Journal(path, "tune", "k", Trial).add("a", trial)
     whole = path.read_bytes()
     path.write_bytes(whole + whole.splitlines()[1][:-4])
-    again = Journal(path, "tune-sample", "k", Trial)
+    again = Journal(path, "tune", "k", Trial)
     assert (again.results, path.read_bytes()) == ({"a": trial}, whole)
     again.add("b", trial)
-    assert Journal(path, "tune-sample", "k", Trial).results == {"a": trial, "b": trial}
+    assert Journal(path, "tune", "k", Trial).results == {"a": trial, "b": trial}
 
 
 class Command:
-    """Command line of `mlx-sparse tune-sample` for a tiny model, run in processes."""
+    """Command line of `mlx-sparse tune` for a tiny model, run in processes."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         write(folder / "model")
@@ -231,9 +249,10 @@ class Command:
         text.write_text(commands.text(2500))
         self.out, self.state = folder / "tuned.toml", folder / "tuned.toml.state.jsonl"
         self.environment = environment
-        self.arguments = ["-m", "mlx_sparse.cli", "tune-sample", "--model", str(folder / "model")]
+        self.arguments = ["-m", "mlx_sparse.cli", "tune", "--model", str(folder / "model")]
         self.arguments += ["--text", str(text), "--lengths", "1k", "--examples", "1", "--alpha-column", "0.5", "0.8"]
-        self.arguments += ["--alpha-slash", "0.6", "--chunks", "1", "2", "--block-size", "32", "--out", str(self.out)]
+        self.arguments += ["--alpha-slash", "0.6", "--chunks", "1", "2", "--block-size", "32", "--share", "0.5"]
+        self.arguments += ["--out", str(self.out)]
         self.arguments += ["--prefill-step-size", "512", "--min-accuracy", "0", "--json"]
 
     def start(self, *more: str) -> subprocess.Popen[str]:
@@ -248,11 +267,11 @@ def test_interrupted_search_resumes(tmp_path: Path, without_torch: dict[str, str
     process = command.start()
     out, err = commands.end(process, signal.SIGINT, lambda: len(command.results()) >= 3)
     assert (process.returncode, out) == (130, ""), err
-    assert err.splitlines()[-1].startswith("mlx-sparse tune-sample: interrupted; the same command resumes from")
+    assert err.splitlines()[-1].startswith("mlx-sparse tune: interrupted; the same command resumes from")
     assert "Traceback" not in err
     assert not command.out.exists()
     before = command.results()
-    runs = len(RETRIEVAL) * (1 + 4)
+    runs = len(RETRIEVAL) * (1 + 4 + 1)
     assert 3 <= len(before) < runs
 
     with command.state.open("a") as file:
@@ -261,12 +280,14 @@ def test_interrupted_search_resumes(tmp_path: Path, without_torch: dict[str, str
     after = command.results()
     assert after[: len(before)] == before
     assert len({json.loads(line)["name"] for line in after}) == len(after) == runs
-    (found,) = json.loads(out)["ranges"]
+    found, gathered = json.loads(out)["ranges"]
+    assert (gathered["method"], len(gathered["measured"])) == ("gather", 1)
     assert (found["up_to"], found["lengths"], len(found["measured"])) == (16384, [1024], 4)
     settings = load_toml(command.out)["sample"]
     assert isinstance(settings, Sample)
-    chosen = {name: found["accuracy_first"][name] for name in ("alpha_column", "alpha_slash", "chunks")}
-    assert settings.ranges == (SampleRange(16384, **chosen),)
+    (chosen,) = parse(found["accuracy_first"]["method"])
+    assert isinstance(chosen, Sample)
+    assert settings.ranges == (SampleRange(16384, chosen.alpha_column, chosen.alpha_slash, chosen.chunks),)
 
     # The other preference reuses all results. Another seed starts another search.
     out, err = command.start("--prefer", "speed").communicate(timeout=60)
