@@ -1,4 +1,4 @@
-"""Fit and apply the low-rank projection of latents, docs/spec/low_rank.md, (low_rank.1) to (low_rank.6)."""
+"""Fit and apply the low-rank projection of latents, docs/spec/low_rank.md, (low_rank.1) to (low_rank.5)."""
 
 from __future__ import annotations
 
@@ -41,12 +41,6 @@ def project(projection: Projection, queries: mx.array, rows: Rows) -> tuple[mx.a
     return scoring.reshape(B, Hq, 1, -1), ProjectedRows(rows, projection.keys)
 
 
-def take(projection: Projection, sequences: list[int]) -> Projection:
-    """Return the projection of a batch of the listed sequences."""
-    at = mx.array(sequences, mx.int32)
-    return Projection(projection.queries[at], projection.keys[at], projection.share[sequences])
-
-
 def stack(parts: list[Projection]) -> Projection:
     """Return the projection of a batch of the sequences in ``parts``. Components that a part does not have are zero."""
     rank = max(part.keys.shape[3] for part in parts)
@@ -69,8 +63,10 @@ def query_covariance(attention: nn.Module) -> Array:
         project = _weight(attention.q_b_proj) * attention.q_a_layernorm.weight
     else:
         project = _weight(attention.q_proj)
-    absorbed = embed @ project.reshape(H, -1, project.shape[1])[:, :nope]
-    return np.array((absorbed @ absorbed.swapaxes(-1, -2)).sum(axis=0), np.float64)
+    inputs = project.reshape(H, -1, project.shape[1])[:, :nope]
+    # W_h = embed_h inputs_h. This order multiplies the smallest matrices.
+    found = embed @ (inputs @ inputs.swapaxes(-1, -2)) @ embed.swapaxes(-1, -2)
+    return np.array(found.sum(axis=0), np.float64)
 
 
 def _weight(layer: Any) -> mx.array:
@@ -83,24 +79,36 @@ def _weight(layer: Any) -> mx.array:
 
 
 def fit(query_covariance: Array, latents: Rows, rank: int) -> Projection:
-    """Fit the projection (low_rank.1) to (low_rank.5) of one sequence, with float64 factorizations on the host.
+    """Fit the projection of one sequence. See `components` for the first two arguments.
+
+    Args:
+        rank: smallest number of components (low_rank.5).
+    """
+    queries, keys, shares = components(query_covariance, latents)
+    r = smallest_rank(shares, rank)
+    return Projection(mx.array(queries[..., :r], mx.float32), mx.array(keys[..., :r], mx.float32), shares[..., r - 1])
+
+
+def components(query_covariance: Array, latents: Rows) -> tuple[Array, Array, Array]:
+    """Factorize the covariances of one sequence on the host, (low_rank.1) to (low_rank.3).
 
     Args:
         query_covariance: ``C_q (D, D)``.
         latents: ``(1, Hkv, n, D)`` valid latents.
-        rank: smallest number of components.
+
+    Returns:
+        projections ``(1, Hkv, D, D)`` of the queries and of the keys onto all components, and the captured share
+        ``(1, Hkv, D)`` of each number of components.
     """
     values, vectors = np.linalg.eigh(regular(query_covariance))
+    values = np.maximum(values, RIDGE)  # a float32 covariance may have negative eigenvalues
     root, inverse = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
     # C_q^(1/2) C_k^(1/2) = U S V^T, so U S^2 U^T = C_q^(1/2) C_k C_q^(1/2), and S^(1/2) V^T C_k^(-1/2) =
     # S^(-1/2) U^T C_q^(1/2). This form needs no root of C_k.
     squares, U = np.linalg.eigh(root @ regular(covariance(latents)) @ root)
     squares, U = squares[..., ::-1], U[..., ::-1]
     scale = np.maximum(squares, np.finfo(float).eps * squares[..., :1])[..., None, :] ** 0.25
-    shares = np.cumsum(squares, axis=-1) / squares.sum(axis=-1, keepdims=True)
-    r = smallest_rank(shares, rank)
-    queries, keys = (mx.array(array[..., :r], mx.float32) for array in (inverse @ U * scale, root @ U / scale))
-    return Projection(queries, keys, shares[..., r - 1])
+    return inverse @ U * scale, root @ U / scale, np.cumsum(squares, axis=-1) / squares.sum(axis=-1, keepdims=True)
 
 
 def smallest_rank(shares: Array, rank: int) -> int:

@@ -229,6 +229,7 @@ def _regular(covariance: Array) -> Array:
 def _roots(covariance: Array) -> tuple[Array, Array]:
     """Return the symmetric square root of a matrix and the inverse of the root."""
     values, vectors = np.linalg.eigh(covariance)
+    values = np.maximum(values, RIDGE)
     return (vectors * np.sqrt(values)) @ vectors.T, (vectors / np.sqrt(values)) @ vectors.T
 
 
