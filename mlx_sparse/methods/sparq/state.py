@@ -58,8 +58,8 @@ class SparQState(State):
 
     @property
     def nbytes(self) -> int:
-        projected: int = 0 if self.projection is None else sum(array.nbytes for array in self.projection[:2])
-        return sum((part.nbytes for part in self._parts), projected)
+        projected = [] if self.projection is None else [self.projection.queries, self.projection.keys]
+        return sum(int(part.nbytes) for part in (*self._parts, *projected))
 
     def rewind(self, length: int) -> None:
         if 2 * length < self.fitted_rows:
