@@ -3,7 +3,7 @@
 
 python scripts/traffic.py [--json] [METHOD ...]
 
-METHOD is sparq (16 bits, 128 keys), sparq4 (the default of `--attn sparq`), saap or sample. By default, all methods are counted.
+METHOD is sparq (16 bits, 128 keys), sparq4 (the default of `--attn sparq`), saap or sample. The default is all methods.
 The harness runs on Linux and needs clang, which the `test` extra installs.
 In each launch, a cache line of 128 bytes counts once.
 """

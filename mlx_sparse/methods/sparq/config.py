@@ -227,7 +227,8 @@ class SparQ(Method):
         if not self.scores_rows(packed=packed):  # int4 scoring keys have the same size for every type of cache
             scored = self.rank * (itemsize if self.key_bits == 16 else (2 * self.key_bits + 1) / 16)
         per_key = scored + self._score_bytes(G, packed=packed, backend=backend)
-        return round(S * per_key) + self.rows(S) * row_bytes + 4 * D * itemsize
+        lists = self.rows(S) // 2 * _list_bytes(S) if backend == "metal" else 0
+        return round(S * per_key) + lists + self.rows(S) * row_bytes + 4 * D * itemsize
 
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
         """Spend half of the budget on scores and half on attention.
@@ -240,6 +241,14 @@ class SparQ(Method):
             return dataclasses.replace(config, rank=min(max(1, int(rank)), D)), "top_k"
         free = [setting for setting in ("top_k", "rank") if setting not in named]
         return config, free[0] if free else ""
+
+
+def _list_bytes(S: int) -> int:
+    """Return the bytes per attended key in the lists of scores and indices that one Metal launch passes to the next.
+
+    Up to 8,192 keys are one tile. Each tile of a longer context has its own list (scripts/traffic.py counts them).
+    """
+    return 8 if S <= 8192 else 16 * -(-S // 4096) + 24
 
 
 @functools.lru_cache(maxsize=256)
