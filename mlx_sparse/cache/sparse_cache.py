@@ -307,7 +307,7 @@ class SparseCache:
         S = self.length if S is None else S
         if backend in registry.WHOLE_BUFFERS:
             return self.key_rows, self.value_rows, {"length": S}
-        return self.key_rows[..., :S, :], self.value_rows[..., :S, :], {}
+        return self.keys[..., :S, :], (self.keys if self.latent else self.values)[..., :S, :], {}
 
     def by_heads(self, run: Run, queries: mx.array, backend: str, *, packed: bool = False) -> tuple[mx.array, ...]:
         """Call ``run`` on ``queries (B, Hq, L, D)`` and this cache's rows. Subclasses may run a few heads at a time.

@@ -274,6 +274,13 @@ class Dense(Method):
     reads: ClassVar[str] = "every key and value"
     plot_style: ClassVar[tuple[str, str]] = ("#000000", "X")
 
+    @property
+    def serves_latents(self) -> bool:
+        return True
+
+    def for_bias(self) -> Dense:
+        return self
+
 
 @dataclass(frozen=True)
 class Prefill(Method):

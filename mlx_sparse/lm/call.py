@@ -297,7 +297,7 @@ class Call:
         padding = compared and is_padding_mask(mask, self.caches)
         sizes = queries.shape[3], queries.shape[1] // keys.shape[1]
         bias = step and not padding and as_bias(mask, queries, keys.shape[2]) is not None
-        bias = bias and registry.unsupported(plan.backend, "sparq", *sizes, bias=True) is None
+        bias = bias and registry.unsupported(plan.backend, "attend_indices", *sizes, bias=True) is None
         unready = None
         if hooks is not None and step:
             unready = hooks.step_reason(cache) if self.probe is None else hooks.refusal(cache)

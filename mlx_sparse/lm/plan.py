@@ -41,7 +41,7 @@ class Plan:
         decodes: True if decode steps may be sparse; False in a command that only processes a prompt.
         watch: function that is called once, after the first decode step. Its arguments are the step's number of keys
             and the step's `Counts`.
-        latents: True if the settings of the decode method turn on sparse decode steps with MLA.
+        latents: True if the settings turn on sparse decode steps with MLA, or if all attention is dense.
         absorbed: attention modules with MLA, in the order of their layers.
         layers: for each pair of a method and a layer shape, the number of layers that can use sparse attention.
         report: report that counts the calls of all forward passes.
@@ -68,7 +68,7 @@ class Plan:
         self.hooks = hooks
         self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
-        self.latents = decode is not None and decode.serves_latents
+        self.latents = (decode or prefill or Dense()).serves_latents
         self.absorbed: list[nn.Module] = []
         self.report = Report(attn=self.attn, backend=backend, model_type=family, decodes=decode is not None)
         self.report.add(Counts(prefill=prefill and PrefillStatistics(), counted=hooks.statistics))

@@ -26,7 +26,7 @@ from ..methods import parse
 from ..model_info import config_of, model_type
 from . import environment, formats
 from .assets.models import DEFAULT
-from .decode_traffic import Served, Traffic, traffic_of
+from .decode_traffic import LATENT, Served, Traffic, traffic_of
 from .evaluate import texts
 from .evaluate.inputs import add_options, check_options, load_model, read_tokens
 from .evaluate.journal import Journal, as_json
@@ -392,6 +392,8 @@ def _page(args: argparse.Namespace) -> Page:
     model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
     machine, longest = environment.hardware(), config_of(model).get("max_position_embeddings")
     traffic = traffic_of(model)
+    if any(cache.kind == LATENT for cache in traffic.caches):
+        args.methods = [_for_latents(method) for method in args.methods]
     candidates, refused = _candidates(model, args.methods)
     found = Page(
         args.model or DEFAULT,
@@ -422,6 +424,14 @@ def _page(args: argparse.Namespace) -> Page:
     )
     quality = measure(model, tokenizer, examples, methods, args.budget, context=args.passage, D=D)
     return dataclasses.replace(found, text=text, quality=quality)
+
+
+def _for_latents(method: str) -> str:
+    """Return ``method`` with the setting that turns on sparse decode steps with MLA, if the method has the setting."""
+    (config,) = parse(method)
+    if getattr(config, "component_score", "") != "auto":
+        return method
+    return f"{method}{',' if ':' in method else ':'}component_score=query_key"
 
 
 def _candidates(model: nn.Module, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:

@@ -63,12 +63,15 @@ class Served:
     def saved(self, S: int) -> int:
         """Return how many bytes fewer the method moves than dense attention in a decode step at ``S`` keys.
 
-        The method's formula gives the number of bytes. If the method attends to all keys, return 0.
+        The method's formula gives the number of bytes, less the values if the keys are also the values (MLA). If the
+        method attends to all keys, return 0.
         """
         if S <= self.config.attended:
             return 0
         step = self.layer.step
         moved = self.config.elements(S, step.D, step.buckets)
+        if step.latent:
+            moved += (S + 1) * step.D - self.config.rows(S) // 2 * step.D  # `dense_bytes` counts values too
         return max(0, self.dense_bytes(S) - self.layers * step.heads * step.itemsize * moved)
 
 

@@ -104,9 +104,11 @@ class AttentionRecorder:
                 self._record_part(call, queries, keys.shape[2], cache, scale, sinks, place, out)
             return out  # `recording_step` records a planned step
 
-        def recording_step(call: Call, layer: Any, queries: mx.array, cache: Any, scale: float, sinks: Any) -> Any:
+        def recording_step(
+            call: Call, layer: Any, queries: mx.array, cache: Any, scale: float, sinks: Any, bias: None
+        ) -> Any:
             self._chosen, self._short = [], []
-            out = take_step(call, layer, queries, cache, scale, sinks)
+            out = take_step(call, layer, queries, cache, scale, sinks, bias)
             self._record_part(call, queries, cache.length, cache, scale, sinks, place_of(call, cache), out)
             return out
 

@@ -121,6 +121,13 @@ class OracleTopK(Method):
     top_k: int = 128
     local_window: int | None = None
 
+    @property
+    def serves_latents(self) -> bool:
+        return True
+
+    def for_bias(self) -> OracleTopK:
+        return self
+
     def elements(self, S: int, D: int, buckets: int = 0) -> int:
         return streaming_elements(S, D, top_k=self.attended)
 

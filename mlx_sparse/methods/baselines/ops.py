@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...core.attend.ops import (
+    add_bias,
     attend_indices,
     exact_logits,
     group_queries,
@@ -14,6 +15,7 @@ from ...core.attend.ops import (
     take_rows,
     top_k_select,
     valid_keys,
+    visible_keys,
 )
 from ...core.blocks.ops import batch_size, causal_scores, wait_for
 from ...core.packed_rows import Rows
@@ -57,11 +59,14 @@ def oracle_top_k_attention(
     local_window: int,
     scale: float,
     left_padding: mx.array | None,
+    bias: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attend to the keys that SparQ would select if the scores were exact."""
-    weights, _ = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
-    indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=local_window, left_padding=left_padding)
-    return attend_indices(queries, keys, values, indices, scale=scale)
+    weights, _ = exact_weights(queries, keys, scale=scale, left_padding=left_padding, bias=bias)
+    how: dict[str, Any] = {"top_k": top_k, "local_window": local_window, "left_padding": left_padding}
+    visible = None if bias is None else visible_keys(bias, keys.shape[1])
+    indices = top_k_select(weights.sum(axis=2), **how, visible=visible)
+    return attend_indices(queries, keys, values, indices, scale=scale, bias=bias)
 
 
 def flexgen_attention(
@@ -146,12 +151,14 @@ def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.
 
 
 def exact_weights(
-    queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None
+    queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None, bias: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
     """Return the float32 softmax weights ``(B, Hkv, G, S)`` and log-sum-exp ``(B, Hkv, G)`` of dense attention."""
     S = keys.shape[2]
     logits = exact_logits(group_queries(queries, keys.shape[1]) * scale, keys)
     valid = None if left_padding is None else valid_keys(S, left_padding)[:, None, None, :]
+    if bias is not None:
+        logits, valid = add_bias(logits, bias.reshape(logits.shape), valid)
     return softmax_lse(logits, valid)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from ...core.attend.oracle import attend_indices, float64, logits, softmax_lse, weighted_values
+from ...core.attend.oracle import add_bias, attend_indices, float64, logits, softmax_lse, visible_keys, weighted_values
 from ...core.select.oracle import ranked, top_k_select, valid_keys
 
 Array = np.ndarray
@@ -41,11 +43,14 @@ def oracle_top_k_attention(
     local_window: int,
     scale: float,
     left_padding: npt.ArrayLike | None,
+    bias: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array]:
     """Run SparQ with ``rank=D`` and ``reallocate=False``, so that the ``top_k`` keys are selected by exact scores."""
-    _, weights = _exact(float64(queries), float64(keys), scale, left_padding)
-    indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=local_window, left_padding=left_padding)
-    return attend_indices(queries, keys, values, indices, scale=scale)
+    _, weights = _exact(float64(queries), float64(keys), scale, left_padding, bias)
+    how: dict[str, Any] = {"top_k": top_k, "local_window": local_window, "left_padding": left_padding}
+    visible = None if bias is None else visible_keys(bias, np.shape(keys)[1])
+    indices = top_k_select(weights.sum(axis=2), **how, visible=visible)
+    return attend_indices(queries, keys, values, indices, scale=scale, bias=bias)
 
 
 def flexgen_attention(
@@ -189,10 +194,15 @@ def listed(indices: Array, S: int) -> Array:
     return mask
 
 
-def _exact(q: Array, k: Array, scale: float, left_padding: npt.ArrayLike | None) -> tuple[Array, Array]:
+def _exact(
+    q: Array, k: Array, scale: float, left_padding: npt.ArrayLike | None, bias: npt.ArrayLike | None = None
+) -> tuple[Array, Array]:
     """Return the exact logits and softmax weights of one decode step, each ``(B, Hkv, G, S)``."""
     valid = valid_keys(k.shape[0], k.shape[2], left_padding)
     k = np.where(valid[:, None, :, None], k, 0.0)
     exact = logits(q, k, scale)[:, :, :, 0, :]
-    weights, _ = softmax_lse(exact, np.broadcast_to(valid[:, None, None, :], exact.shape))
+    mask = np.broadcast_to(valid[:, None, None, :], exact.shape)
+    if bias is not None:
+        exact, mask = add_bias(exact, np.reshape(bias, exact.shape), mask)
+    weights, _ = softmax_lse(exact, mask)
     return exact, weights
