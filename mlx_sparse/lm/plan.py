@@ -21,7 +21,6 @@ from ..core import reasons, registry
 from ..core.base import Dense, Method, Prefill, Step
 from ..core.decide import NEVER, Facts, decide, exclusion
 from ..core.packed_rows import PackedRows, Rows
-from ..methods.sparq.low_rank import query_covariance
 from .hooks import CallHooks, ModelHooks
 from .statistics import PrefillStatistics
 
@@ -200,7 +199,7 @@ class Plan:
         given: dict[str, Any] = {}
         if bound.scores_latents:  # layers run in the order of their caches
             before = sum(getattr(entry, "latent", False) for entry in caches[: max(index, 0)])
-            given["query_covariance"] = partial(query_covariance, self.absorbed[before])
+            given = bound.layer_arguments(self.absorbed[before])
         served = decision.served
         step = cache.bind(bound, G, backend, **given) if hooks is None else hooks.bind(cache, G, backend, served)
         return LayerPlan(
@@ -300,7 +299,7 @@ class Probe:
                 continue
             config.check_head_dim(queries.shape[-1])
             if config.scores_latents and not (cache.latent and plan.absorbed):
-                raise ConfigError("component_score: expected low_rank in a model with MLA only, got other attention.")
+                raise ConfigError(f"attn: expected a layer with multi-head latent attention for {config}, got another.")
             backend = plan.resolve(config, queries, keys, bias=facts.bias)
             self.backends.add(backend)
             self.layers[config, plan.sizes(config, queries, keys, cache, backend, hooks)] += 1

@@ -75,7 +75,9 @@ def test_mla_is_off_by_default_and_the_error_names_the_setting(attn: str) -> Non
 
 
 def test_low_rank_is_refused_in_other_layers() -> None:
-    with pytest.raises(mlx_sparse.ConfigError, match="component_score: expected low_rank in a model with MLA only"):
+    with pytest.raises(
+        mlx_sparse.ConfigError, match="attn: expected a layer with multi-head latent attention for sparq"
+    ):
         mlx_sparse.enable(build(), LOW_RANK)
 
 

@@ -143,6 +143,11 @@ class SparQ(Method):
     def scores_latents(self) -> bool:
         return self.component_score == "low_rank"
 
+    def layer_arguments(self, attention: Any) -> dict[str, Any]:
+        from .low_rank import query_covariance  # imports MLX
+
+        return {"query_covariance": functools.partial(query_covariance, attention)} if self.scores_latents else {}
+
     def for_bias(self) -> SparQ | None:
         # The running mean of the values includes the keys that a bias hides.
         return None if self.reallocate is True else dataclasses.replace(self, reallocate=False)

@@ -80,11 +80,10 @@ class SparQState(State):
         return self.merge([(self, cache), (theirs, other)])
 
     @classmethod
-    def merge(cls, parts: Sequence[tuple[State | None, Cache]]) -> State | None:
+    def merge(cls, parts: Sequence[tuple[Any, Cache]]) -> State | None:
         projections: list[Projection | None] = []
         for state, cache in parts:
-            own = state.projections if isinstance(state, SparQState) else []
-            projections += own or [None] * len(cache.first_rows())
+            projections += (state and state.projections) or [None] * len(cache.first_rows())
         return _with_projections(projections, max(cache.length for _, cache in parts))
 
     def bind(
