@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib
 
 from mlx_sparse.core.stats import dense_elements
-from mlx_sparse.methods import SparQ
+from mlx_sparse.methods import SparQ, parse
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # makes the files reproducible
@@ -164,7 +164,7 @@ def draw_needles() -> Path:
     for axes, (model, dense) in zip(panels, places, strict=True):
         own = [row for row in rows if row["model"] == model and (row["method"] == "dense") == dense]
         contexts, depths = sorted({row["context"] for row in own}), list(dict.fromkeys(row["depth"] for row in own))
-        found = {(row["context"], row["depth"]): row["mean"] for row in own}
+        found = {(row["context"], row["depth"]): row["mean"] for row in own if dense or _is_default(row)}
         shown = [[found[context, depth] for depth in depths] for context in contexts]
         axes.imshow(shown, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for y, line in enumerate(shown):
@@ -175,6 +175,12 @@ def draw_needles() -> Path:
         axes.set_xlabel("depth of the needle")
         axes.set_title(f"{MODELS[model]}, {'dense' if dense else '--attn sparq'}", fontsize=10)
     return _save(figure, "results/needle.svg")
+
+
+def _is_default(row: dict[str, Any]) -> bool:
+    """Return True if the row's method is `--attn sparq`, or equal to it at the row's context."""
+    (config,) = parse(row["method"])
+    return config.at(row["context"]) == SparQ(dense_below=0).at(row["context"])
 
 
 def _rows(page: str, **wanted: str) -> list[dict[str, Any]]:

@@ -83,6 +83,8 @@ def _enabled_on_load(session: Session, main: Callable[[], object]) -> Iterator[N
         "sharded_load": session.load_part,
         "maybe_quantize_kv_cache": session.quantize,
     }
+    if session.library == "mlx_lm":  # mlx-vlm shows a bar
+        ours["stream_generate"] = session.stream
     # Commands import some of these functions by value, so replace them in the globals of `main` too.
     scopes = [vars(utils), getattr(main, "__globals__", {})]
     if session.library == "mlx_lm":

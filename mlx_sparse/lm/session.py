@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 T = TypeVar("T")
+LONG_PROMPT = 512  # tokens of a prompt whose prefill is reported
+INTERVAL = 5.0  # seconds between two lines about a prefill
 
 
 class Session:
@@ -161,6 +164,20 @@ class Session:
         with quantizing(caches):
             return original(caches, *args, **kwargs)
 
+    def stream(self, original: Callable[..., Iterator[T]], *args: object, **kwargs: object) -> Iterator[T]:
+        """Generate as mlx-lm's ``stream_generate`` does, and print the number of finished tokens during the prefill."""
+        start = printed = time.monotonic()
+
+        def count(done: int, total: int) -> None:
+            nonlocal printed
+            now = time.monotonic()
+            if total >= LONG_PROMPT and (not done or (done < total and now >= printed + INTERVAL)):
+                speed = f", {done / (now - start):,.1f} tokens/s" if done else ""
+                self.print_line(f"prefill: {done:,} of {total:,} tokens{speed}")
+                printed = now
+
+        return original(*args, **{"prompt_progress_callback": count} | kwargs)
+
     def load(self, original: Callable[..., Any], model: Path, *args: object, **kwargs: object) -> object:
         """Load a model as mlx-lm's ``load_model`` does, and enable the methods on this model."""
         from ..model_info import record_facts
@@ -178,7 +195,7 @@ class Session:
                 if self.serves:  # requests do not wait for a measurement: a model of a request has modeled lengths
                     at_start = self.loads <= self.loads_at_start
                     plan.calibration.measure_now(plan.layers if at_start else ())
-                self._print_crossovers(plan, plan.report)
+                self._print_start(plan, enabled)
         return loaded
 
     def load_part(self, original: Callable[..., Any], model: str, *args: object, **kwargs: object) -> object:
@@ -211,7 +228,7 @@ class Session:
         if plan is not None:
             if not any(served for _, served in gathered):
                 require_served(plan.report, plan.name)
-            self._print_crossovers(plan, plan.report)
+            self._print_start(plan, model)
 
     def _enable(self, model: nn.Module, path: str) -> Plan | None:
         """Enable the methods on a loaded model.
@@ -242,8 +259,6 @@ class Session:
         )
         plan = plan_of(model)
         assert plan is not None
-        if not self.reports and (note := blas_note(model)) is not None:
-            self.print_line(note)
         report.model = Path(path).name
         plan.count_in(self.reports.setdefault((path, configs), report))
         plan.decodes = not self.only_prompts
@@ -251,11 +266,11 @@ class Session:
             self.print_line(known)
         return plan
 
-    def _print_crossovers(self, plan: Plan, report: Report) -> None:
-        """Print the number of sparse layers and the crossover lengths before the first token is generated."""
+    def _print_start(self, plan: Plan, model: nn.Module) -> None:
+        """Print the sparse layers, the crossover lengths and the BLAS before the first token is generated."""
         if self.report_format not in ("text", "full", "recall"):
             return
-        self.print_line("; ".join(report.opening()))
+        self.print_line("; ".join([*plan.report.opening(), *filter(None, [blas_note(model)])]))
         if self.max_tokens is not None and plan.decodes and plan.configs:
             plan.watch = functools.partial(self._watch, plan)
 

@@ -8,14 +8,11 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tqdm import tqdm
 
 from ..calibrate import Calibration
 from ..checks import ConfigError, Parser, check_int, read_length
@@ -24,131 +21,30 @@ from ..lm.loading import unfit_warning
 from ..lm.model import disable, enable, plan_of
 from ..methods import parse
 from ..model_info import config_of, model_type
-from . import environment, formats
+from . import environment
 from .assets.models import DEFAULT
+from .comparison import measure_crossover
 from .decode_traffic import LATENT, Served, Traffic, traffic_of
 from .evaluate import texts
 from .evaluate.inputs import add_options, check_options, load_model, read_tokens
-from .evaluate.journal import Journal, as_json
-from .evaluate.results import Row, Trial
-from .evaluate.runner import DENSE_STEP, Run, Steps, observed_by
+from .evaluate.journal import as_json
 from .evaluate.table import plus_minus
-from .evaluate.tasks import SHORTEST, TASKS, Example
-from .evaluate.variants import Variant, read_budget, read_methods, variants_of
+from .evaluate.tasks import SHORTEST, TASKS
+from .evaluate.variants import read_budget, read_methods
 from .formats import check_own, write_toml
+from .progress import STDERR, stage
+from .quality import ORACLE, Attempt, Quality, measure
+from .terminal import fill, table
+from .verdict import COPY, LIMITS, STEPS, TEXT, verdict
 
 if TYPE_CHECKING:
     from mlx import nn
-    from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
 
 METHODS, BUDGETS = "sparq,streaming,h2o", "1/2,1/4,1/8"
 CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition to --context
 FIRST_LINE = "# Written by mlx-sparse advise"
 MIN_COPIED = 0.5  # smallest copying accuracy of dense attention that allows a comparison
 MIN_SPEEDUP = 1.1  # smallest speed-up that is worthwhile
-# The thresholds are about as large as the effect of rounding model weights to 5 bits.
-COPY, TEXT = "copying", "bits_per_byte"  # tasks: copy an excerpt of the prompt, continue the text
-STEPS = 20  # predicted tokens of an example
-MAX_KL = 0.05  # nats, in both tasks
-MIN_AGREEMENT = {COPY: 0.9, TEXT: 0.8}  # share of tokens for which dense attention has the same most likely token
-SLACK = 2.0  # standard errors by which the agreement may miss its threshold
-ORACLE = "oracle_top_k"  # the best selection of keys; if it fails, every selection fails
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A method with its settings, and its results in both tasks.
-
-    Attributes:
-        share: number of K and V elements that a decode step of the variant moves, divided by the number that dense
-            attention moves. The method's formula gives this share. None if there is no formula.
-    """
-
-    variant: Variant
-    share: float | None
-    rows: list[Row]
-
-    @property
-    def sparse(self) -> bool:
-        return any(row.sparse_calls for row in self.rows)
-
-    @property
-    def passes(self) -> bool:
-        """True if the variant ran sparsely and is within the thresholds in both tasks."""
-        return self.sparse and all(map(passes, self.rows))
-
-
-def passes(row: Row) -> bool:
-    """Return True if the results in ``row`` are within the thresholds `MAX_KL` and `MIN_AGREEMENT`.
-
-    The agreement may be up to `SLACK` standard errors below its threshold.
-    """
-    tokens = row.examples * STEPS
-    error = (row.mean.agreement * (1 - row.mean.agreement) / tokens) ** 0.5
-    return row.mean.kl <= MAX_KL and row.mean.agreement + SLACK * error >= MIN_AGREEMENT[row.task]
-
-
-@dataclass(frozen=True)
-class Quality:
-    """Measured quality of dense attention and of all attempts."""
-
-    dense: list[Row]
-    oracle: list[Attempt]
-    attempts: list[Attempt]
-    left_out: list[str]
-
-    @property
-    def oracle_fails(self) -> bool:
-        return not any(attempt.passes for attempt in self.oracle)
-
-    @property
-    def best(self) -> Attempt | None:
-        """The passing attempt that moves the fewest elements, or None. `ORACLE` does not count: it is only a bound."""
-        passing = [one for one in self.attempts if one.passes and one.share and one.variant.method != ORACLE]
-        return None if self.oracle_fails else min(passing, key=lambda one: one.share or 0, default=None)
-
-
-def measure(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    examples: Mapping[str, list[Example]],
-    methods: Sequence[str],
-    budgets: Sequence[Fraction],
-    *,
-    context: int,
-    D: int,
-) -> Quality:
-    """Measure the quality of `ORACLE`, and then of each method, starting with the largest budget.
-
-    If a method fails at a budget, the method's smaller budgets are skipped. If `ORACLE` fails at its largest budget,
-    all other methods are skipped.
-
-    Args:
-        examples: dict from each task to its examples, with prompts of ``context`` tokens.
-        budgets: for each budget, the largest share of dense attention's elements that a method may move.
-    """
-    wanted = [ORACLE, *(method for method in methods if method != ORACLE)]
-    variants, left_out = variants_of(wanted, sorted(budgets, reverse=True), context, D)
-    if not any(variant.method == ORACLE for variant in variants):
-        raise ConfigError(f"--budget: expected a share that can be met at {context:,} keys, got none. Increase it.")
-    observed = observed_by(variants)
-    subjects = {task: Steps(model, tokenizer, made, DENSE_STEP, observed=observed) for task, made in examples.items()}
-    journal: Journal[Trial] = Journal(None, "", "", Trial)  # stores dense results, so that dense attention runs once
-    found: dict[str, list[Attempt]] = {ORACLE: []}
-    dense: list[Row] = []
-    with tqdm(variants, unit="run", desc="quality", disable=None) as progress:
-        for variant in progress:
-            before = found.setdefault(variant.method, [])
-            oracle_fails = variant.method != ORACLE and not any(one.passes for one in found[ORACLE])
-            if oracle_fails or not all(one.passes for one in before):
-                continue
-            runs = [Run(task, context, False, examples[task], [variant], D) for task in subjects]
-            for of_task in runs:
-                of_task.add(subjects[of_task.task], tqdm(disable=True), journal)
-            dense, rows = map(list, zip(*(of_task.rows() for of_task in runs), strict=True))
-            before.append(Attempt(variant, variant.formula(context, D), rows))
-    oracle = found.pop(ORACLE)
-    return Quality(dense, oracle, [one for some in found.values() for one in some], left_out)
 
 
 @dataclass(frozen=True)
@@ -176,6 +72,7 @@ class Page:
     Attributes:
         made_for: maximum context length in the model's config, or None.
         text: description of the examples on which quality was measured.
+        crossover: crossover length of the recommended method in keys, measured on this machine.
     """
 
     model: str
@@ -189,6 +86,7 @@ class Page:
     refused: list[str]
     text: str = ""
     quality: Quality | None = None
+    crossover: int = 0
 
     @property
     def chosen(self) -> Method | None:
@@ -197,39 +95,36 @@ class Page:
         return for_everyday_use(best) if best else None
 
     def advice(self) -> list[str]:
-        """Return the recommendation as sentences."""
-        lines = [f"Warning: {known}." if (known := unfit_warning(self.family)) else ""]
+        """Return remarks about the results, and then the verdict with the command to run."""
         quality, chosen = self.quality, self.chosen
-        if not self.candidates:
-            lines.append("Do not use sparse attention: no method can serve a layer of this model.")
-        elif quality is None:
-            lines.append("Quality was not measured, because of --no-quality.")
-        elif quality.oracle_fails:
-            lines.append(
-                "Do not use sparse attention: on this text, even the best selection of keys exceeds a threshold."
-            )
-        elif chosen is None:
-            lines.append(
-                "Do not use these methods at these budgets: none is within the thresholds. The best selection of keys "
-                "passes, so another method or a larger --budget may pass."
-            )
-        else:
-            assert quality.best is not None
-            lines.append(f'Use --attn "{chosen}": `{quality.best.variant.attn}` is the cheapest method that passes.')
-            served = next(one.served for one in self.candidates if one.served[0].config.name == chosen.name)
-            bound = self.traffic.bound(self.context, [dataclasses.replace(one, config=chosen) for one in served])
-            worth = "" if bound >= MIN_SPEEDUP else "The gain is small: "
-            lines.append(f"{worth}at {self.context:,} tokens, a decode step is at most {bound:.2f} x faster, by bytes.")
+        lines = [f"Warning: {known}."] if (known := unfit_warning(self.family)) else []
         if quality is not None and quality.dense[0].mean.accuracy < MIN_COPIED:
             lines.append("Dense attention copies this text badly, so copying shows little. Try another --text.")
-        return [line for line in lines if line]
+        if not self.candidates:
+            return lines + verdict(self.model, "", useless="no method can serve a layer of this model")
+        if quality is None:
+            return [*lines, "Quality was not measured, because of --no-quality."]
+        if quality.oracle_fails:
+            return lines + verdict(self.model, "", unsafe="on this text, even the best selection of keys fails")
+        if chosen is None:
+            lines.append("The best selection of keys passes, so another method or a larger --budget may pass.")
+            return lines + verdict(self.model, "", unsafe="none of these methods passes at these budgets")
+        assert quality.best is not None
+        lines.append(f"`{quality.best.variant.attn}` is the cheapest method that passes.")
+        served = next(one.served for one in self.candidates if one.served[0].config.name == chosen.name)
+        bound = self.traffic.bound(self.context, [dataclasses.replace(one, config=chosen) for one in served])
+        worth = "" if bound >= MIN_SPEEDUP else "The gain is small: "
+        lines.append(f"{worth}at {self.context:,} tokens, a decode step is at most {bound:.2f} x faster, by bytes.")
+        shorter = f"--context is {self.context:,}" if self.context < self.crossover else ""
+        return lines + verdict(self.model, str(chosen), crossover=self.crossover, shorter=shorter)
 
     def __str__(self) -> str:
         head = f"{self.model} ({self.family}) on {self.machine}, {self.date}"
-        parts = [head, "\n".join(self._layers()), self._bytes()]
+        parts = [fill(head), fill(*self._layers()), self._bytes()]
         if self.quality is not None:
             parts.append(self._attempts(self.quality))
-        return "\n\n".join([*parts, "\n".join(self.advice())])
+        advice = (line if "--model" in line else fill(line) for line in self.advice())  # a command stays one line
+        return "\n\n".join([*parts, "\n".join(advice)])
 
     def _layers(self) -> list[str]:
         caches = [f"{count} {kind}" for kind, count in Counter(map(str, self.traffic.caches)).items()]
@@ -249,31 +144,25 @@ class Page:
         for S in sorted({*CONTEXTS, self.context}):
             bounds = [f"{traffic.bound(S, served):.2f} x" for served in of_each]
             rows.append([f"{S:,}", f"{traffic.nbytes(S) / 1e9:.3g} GB", f"{traffic.share(S):.0%}", *bounds])
-        return (
+        about = (
             f"A decode step reads {traffic.weights / 1e9:.3g} GB of weights. The speed-ups are upper bounds. They "
-            f"assume that time is proportional to bytes by the formula of each method.\n\n{formats.table(header, rows)}"
+            "assume that time is proportional to bytes by the formula of each method."
         )
+        return f"{fill(about)}\n\n{table(header, rows)}"
 
     def _attempts(self, quality: Quality) -> str:
         rows = []
         for one in (*quality.oracle, *quality.attempts):
-            verdict = "passes" if one.passes else "fails" if one.sparse else "ran densely"
-            cells = [f"`{one.variant.attn}`", one.variant.budget or ""]
-            for row in one.rows:
-                cells += [plus_minus(row.mean.kl, row.error.kl, 4), f"{row.mean.agreement:.2f}"]
-            rows.append([*cells, f"{one.rows[0].mean.accuracy:.2f}", verdict])
-        header = ["method", "budget", "KL, copying", "agreement", "KL, text", "agreement", "copying accuracy", ""]
-        return "\n".join(
-            [
-                f"Quality: {self.text}.\n",
-                formats.table(header, rows),
-                f"\nA method passes if its KL is at most {MAX_KL} nats and its agreement at least "
-                f"{MIN_AGREEMENT[COPY]} (copying) and {MIN_AGREEMENT[TEXT]} (text), less two standard errors.",
-                "`oracle_top_k` selects the best keys and is only a bound. Budgets below a failing budget are skipped.",
-                f"The copying accuracy of dense attention is {quality.dense[0].mean.accuracy:.2f}.",
-                *quality.left_out,
-            ]
-        )
+            result = "passes" if one.passes else "fails" if one.sparse else "dense"
+            means = [row.mean for row in one.rows]
+            kls = [plus_minus(row.mean.kl, row.error.kl, 3) for row in one.rows]
+            cells = ["copying\ntext", "\n".join(kls), "\n".join(f"{mean.agreement:.2f}" for mean in means)]
+            rows.append([one.variant.attn, one.variant.budget or "", *cells, f"{means[0].accuracy:.2f}", result])
+        header = ["method", "budget", "task", "KL, nats", "agreement", "accuracy", ""]
+        accuracy = f"The copying accuracy of dense attention is {quality.dense[0].mean.accuracy:.2f}."
+        bound = f"{ORACLE} selects the best keys and is only a bound. Budgets below a failing budget are skipped."
+        notes = fill(f"A method passes with {LIMITS}.", bound, accuracy, *quality.left_out)
+        return "\n\n".join([fill(f"Quality: {self.text}."), table(header, rows, 2), notes])
 
     def as_dict(self) -> dict[str, object]:
         """Return the output as a dict for JSON."""
@@ -423,7 +312,12 @@ def _page(args: argparse.Namespace) -> Page:
         f"{args.passage:,} tokens, then {STEPS} decode steps each, seed {args.seed}. Longer contexts were not measured"
     )
     quality = measure(model, tokenizer, examples, methods, args.budget, context=args.passage, D=D)
-    return dataclasses.replace(found, text=text, quality=quality)
+    found = dataclasses.replace(found, text=text, quality=quality)
+    if (chosen := found.chosen) is None:
+        return found
+    with stage(STDERR, f"finding the crossover length of {chosen}"):
+        crossover = measure_crossover(model, chosen, Calibration(measures=True))[1]
+    return dataclasses.replace(found, crossover=crossover)
 
 
 def _for_latents(method: str) -> str:

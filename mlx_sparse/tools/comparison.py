@@ -7,7 +7,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +28,8 @@ from ..core.decide import NEVER
 from ..lm.model import disable, enable, native_dense, plan_of
 from ..model_info import config_of
 from .evaluate.tasks import encode
-from .progress import Update, stage, token_bar
+from .progress import Bar, stage
+from .verdict import TEXT, is_safe
 
 if TYPE_CHECKING:
     from mlx import nn
@@ -38,6 +39,7 @@ PREFILL_CHUNK = 512  # tokens of a prefill chunk in `compare`; small, so that th
 TURNS = 3  # number of runs of each kind, which alternate; the steps of all runs count
 LEAST = 8192  # tokens of a prompt without a given length, or more if the crossover length is long
 NATIVE = "native dense"
+Update = Callable[[int], object]  # called with a number of tokens, after they are processed
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Comparison:
         limit: what limited ``context``: the "time" of the prefill, the "text", the context length of the "model", or ""
             if the prompt has the intended length.
         native: answer with dense attention on native kernels; None if they cannot run.
+        kl: mean Kullback-Leibler divergence in nats of the sparse predictions from the dense predictions, over the
+            `compared` tokens.
         report: result of `Report.as_dict` for the last sparse run, with the numbers of attention calls and bytes.
     """
 
@@ -126,6 +130,7 @@ class Comparison:
     dense: Decoded
     native: Decoded | None
     sparse: Decoded
+    kl: float
     report: dict[str, Any]
 
     @property
@@ -143,6 +148,17 @@ class Comparison:
         """Number of tokens before the first difference between the dense and the sparse answer."""
         pairs = list(zip(self.dense.tokens, self.sparse.tokens, strict=False))
         return next((i for i, (dense, sparse) in enumerate(pairs) if dense != sparse), len(pairs))
+
+    @property
+    def compared(self) -> int:
+        """Number of tokens that both answers predict from the same text: up to the first different token."""
+        return min(self.same_tokens + 1, len(self.dense.tokens), len(self.sparse.tokens))
+
+    @property
+    def safe(self) -> bool:
+        """True if the sparse predictions are within the limits of `is_safe`, or if no step was sparse."""
+        agreement = min(self.same_tokens, self.compared) / self.compared
+        return not self.report["sparse_calls"] or is_safe(self.kl, agreement, self.compared, TEXT)
 
     @property
     def identical(self) -> bool:
@@ -195,9 +211,9 @@ def compare(
     tokens = prompt.document[: target - len(prompt.end)]
     cache, last = make_prompt_cache(model), prompt.end[-1:]
     start = time.perf_counter()
-    with token_bar(console, "prefill", target - 1) as update, native_dense(model):
-        done = prefill(model, cache, tokens, length.seconds, update, later=len(prompt.end))
-        prefill(model, cache, prompt.end[:-1], math.inf, lambda more: update(done + more))
+    with Bar("prefill", target - 1, "tokens", console) as progress, native_dense(model):
+        done = prefill(model, cache, tokens, length.seconds, progress.update, later=len(prompt.end))
+        prefill(model, cache, prompt.end[:-1], math.inf, progress.update)
     took = time.perf_counter() - start
     reached = done + len(prompt.end)
     limit = "time" if reached < target else limit
@@ -206,6 +222,7 @@ def compare(
         save_prompt_cache(path, cache)
         del cache
         answers: list[Decoded] = []
+        logprobs: dict[str, list[mx.array]] = {}
         report = None
         names = ["dense", attn] if registry.unavailable("cpu") else ["dense", NATIVE, attn]
         for name in names * TURNS:
@@ -214,17 +231,21 @@ def compare(
             elif name == NATIVE:
                 enable(model, Dense(), backend="cpu")
             try:
-                with token_bar(console, name, max_tokens) as update:
-                    answers.append(decode(model, tokenizer, load_prompt_cache(path), last, max_tokens, update))
+                with Bar(name, max_tokens, "tokens", console) as progress:
+                    saved = load_prompt_cache(path)
+                    found, logprobs[name] = decode(model, tokenizer, saved, last, max_tokens, progress.update)
+                    answers.append(found)
             finally:
                 disable(model)
         for i, first in enumerate(answers[: len(names)]):
             later = [step for answer in answers[i :: len(names)] for step in answer.steps[1:]]
             answers[i] = dataclasses.replace(first, steps=[first.steps[0], *later])
         assert report is not None
-    found = dict(zip(names, answers, strict=False))
-    of_each = found["dense"], found.get(NATIVE), found[attn]
-    return Comparison(attn, crossovers, crossover, reached, limit, took, *of_each, report.as_dict())
+    of = dict(zip(names, answers, strict=False))
+    facts = (attn, crossovers, crossover, reached, limit, took, of["dense"], of.get(NATIVE), of[attn])
+    made = Comparison(*facts, math.nan, report.as_dict())
+    dense, sparse = (mx.stack(logprobs[name][: made.compared]) for name in ("dense", attn))
+    return dataclasses.replace(made, kl=float((mx.exp(dense) * (dense - sparse)).sum(axis=-1).mean()))
 
 
 def measure_crossover(model: nn.Module, config: Method, calibration: Calibration) -> tuple[list[str], int]:
@@ -268,23 +289,24 @@ def prefill(
         mx.eval([layer.state for layer in cache])
         mx.clear_cache()
         took = time.perf_counter() - before
+        update(min(chunk, len(tokens) - done))
         done = min(done + chunk, len(tokens))
-        update(done)
     return done
 
 
 def decode(
     model: nn.Module, tokenizer: Tokenizer, cache: list[Any], tokens: list[int], max_tokens: int, update: Update
-) -> Decoded:
-    """Append ``tokens`` to the prompt ``cache``, and decode an answer greedily."""
+) -> tuple[Decoded, list[mx.array]]:
+    """Append ``tokens`` to the prompt ``cache`` and decode an answer greedily. Also return its log-probabilities."""
     greedy = make_sampler(temp=0.0)
     mx.reset_peak_memory()
     start = time.perf_counter()
-    text, found, times = "", [], []
+    text, found, times, logprobs = "", [], [], []
     for part in stream_generate(model, tokenizer, tokens, max_tokens, sampler=greedy, prompt_cache=cache):
         text += part.text
         found.append(part.token)
         times.append(time.perf_counter())
-        update(len(found))
+        logprobs.append(part.logprobs.astype(mx.float32))
+        update(1)
     steps = [after - before for before, after in pairwise(times)]
-    return Decoded(text, found, steps or [times[0] - start], mx.get_peak_memory())
+    return Decoded(text, found, steps or [times[0] - start], mx.get_peak_memory()), logprobs

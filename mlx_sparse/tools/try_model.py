@@ -24,6 +24,8 @@ from .assets import openblas
 from .assets.models import DEFAULT, add_model_options, check_model, find_model
 from .evaluate import texts
 from .progress import stage
+from .terminal import WIDTH
+from .verdict import MAX_KL, verdict
 
 if TYPE_CHECKING:
     from .comparison import Comparison
@@ -34,7 +36,6 @@ QUESTION = "That was the text. What is the pass key? Answer with: The pass key i
 AFTER_KEY = 4000  # characters between the pass key and the question
 MARGIN = 3  # ratio of the default context to the crossover length
 SECONDS = 60.0  # longest time of the prefill
-WIDTH = 80
 BAR = 40  # characters of the longer bar
 LIMITS = {
     "time": f", the longest that fits into about {SECONDS:.0f} s",
@@ -164,7 +165,8 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
     """Return sentences: the verdict with the command to use, then the speed-up and the agreement of the two answers."""
     same = "are identical" if found.identical else f"agree in the first {found.same_tokens} tokens"
     lines = [*_verdict(found, model), *([f"Warning: {warning}."] if warning else [])]
-    lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}.")
+    lines.append(f"{found.attn} is {found.speedup:.2f} x as fast as dense attention here. The answers {same}")
+    lines.append(f"(mean KL divergence {found.kl:.4f} nats over {found.compared} tokens; the limit is {MAX_KL}).")
     if found.native is not None:
         plain, native, sparse = found.speeds.values()
         lines.append(f"Native kernels alone make dense attention {native / plain:.2f} x as fast. Compared with")
@@ -176,19 +178,15 @@ def advice(found: Comparison, model: str, warning: str | None) -> list[str]:
 
 
 def _verdict(found: Comparison, model: str) -> list[str]:
-    use = f"mlx_lm.generate --model {model} --attn {found.attn}"
-    if found.crossover >= NEVER:
-        return ["Not worth it on this machine: no length was found at which it is faster."]
-    if found.context < found.crossover:
-        shorter = f"this prompt has {found.context:,}{_reason(found)}"
-        return [
-            f"Not worth it on this machine below {found.crossover:,} tokens; {shorter}.",
-            f"For longer prompts: {use}",
-        ]
-    if found.speeds["sparse"] < max(found.speeds.values()):
-        return ["Not worth it for this prompt: dense attention is faster."]
-    start = f" from {found.crossover:,} tokens on" if found.crossover > 1 else ""
-    return [f"Use it{start}: {use}"]
+    slower = found.context >= found.crossover and found.speeds["sparse"] < max(found.speeds.values())
+    return verdict(
+        model,
+        found.attn,
+        unsafe="" if found.safe else f"the answers agree in {found.same_tokens} of {found.compared} tokens",
+        useless=f"dense attention is faster at {found.context:,} tokens" if slower else "",
+        crossover=found.crossover,
+        shorter=f"this prompt has {found.context:,}{_reason(found)}" if found.context < found.crossover else "",
+    )
 
 
 def _reason(found: Comparison) -> str:

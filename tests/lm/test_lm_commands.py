@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 from forked import BIN, Finished, Forks, start, without_blas
 from json_tables import read_tables
+from mlx_lm import load, stream_generate
 from saap_artefacts import BUCKETS, write_artefact
 from tiny_models import BACKEND, build, prompt_of, words, write
+
+from mlx_sparse.lm import session
+from mlx_sparse.lm.session import Session
 
 pytestmark = pytest.mark.slow  # commands
 
@@ -95,6 +99,7 @@ GOOD: dict[str, list[list[str]]] = {
     "--prefill-step-size": [["mlx_lm.generate", *GENERATE, "--prefill-step-size", "18", *SPARSE, *JSON]],
     "--max-kv-size": [["mlx_lm.generate", *GENERATE, "--max-kv-size", "16", *SPARSE, *JSON]],
     "long": [LONG],
+    "counted": [[*LONG[:4], words(prompt_of(700)), *SPARSE, "--prefill-step-size", "256"]],
     "long, sample": [[*LONG, "--attn", SAMPLE, *JSON]],
     "long, both": [[*LONG, *BOTH, "--attn-report", "json+recall"]],
     "long, both, text": [[*LONG, *BOTH, "--attn-report", "recall"]],
@@ -225,16 +230,32 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
-        "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled; will be "
-        "measured at 8,192 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys)"
+        "; prefill sparse at 16,384 keys and longer if at most 75% of the blocks are selected (modeled; will be "
+        "measured at 16,384 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys)"
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
+
+
+def test_long_prefill_is_counted(finished: Runs, tmp_path: Path, capsys: Any, monkeypatch: Any):
+    assert re.search(r"^\[mlx-sparse\] prefill: 0 of 7\d\d tokens$", finished("counted").err, re.MULTILINE)
+    assert "] prefill: " not in finished("text report").err
+    monkeypatch.setattr(session, "INTERVAL", 0.0)
+    model, tokenizer, *_ = load(str(write(tmp_path / "llama")))
+    options = {"max_tokens": 1, "prefill_step_size": 256}
+    list(Session("mlx_lm.generate").stream(stream_generate, model, tokenizer, prompt_of(700), **options))
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(r"\d[\d.,]* tokens/s", "# tokens/s", line) for line in lines] == [
+        "[mlx-sparse] prefill: 0 of 700 tokens",
+        "[mlx-sparse] prefill: 256 of 700 tokens, # tokens/s",
+        "[mlx-sparse] prefill: 512 of 700 tokens, # tokens/s",
+        "[mlx-sparse] prefill: 699 of 700 tokens, # tokens/s",
+    ]
 
 
 def test_warning_names_the_reasons_of_dense_calls(finished: Runs):
     _, second, *_ = finished("short, prompts").err.splitlines()
     assert second == (
-        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 8,192 keys, 2 with a single query "
+        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 16,384 keys, 2 with a single query "
         "(no decode method)"
     )
 
@@ -254,7 +275,7 @@ def test_chat_prints_the_first_line_before_the_first_question(tmp_path: Path, wi
         assert process.stdin and process.stderr
         clock = threading.Timer(60, process.kill)
         clock.start()
-        line = next(filter(without_blas, process.stderr))
+        line = next(map(without_blas, process.stderr))
         assert process.poll() is None, "no question was entered yet"
         process.stdin.write("q\n")
         process.stdin.close()

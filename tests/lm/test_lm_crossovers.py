@@ -66,7 +66,7 @@ def test_prefill_command_prints_no_decode_threshold() -> None:
     assert len(found.crossovers()) == 2
     found.decodes = False
     assert found.crossovers() == [
-        "prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled)"
+        "prefill sparse at 16,384 keys and longer if at most 75% of the blocks are selected (modeled)"
     ]
 
 

@@ -27,9 +27,12 @@ from mlx_sparse.lm import loading
 from mlx_sparse.lm.model import disable, enable, plan_of
 from mlx_sparse.methods import SparQ, Streaming, read_toml
 from mlx_sparse.tools import advise
-from mlx_sparse.tools.advise import COPY, TEXT, Attempt, Page, Quality
+from mlx_sparse.tools.advise import Page
 from mlx_sparse.tools.decode_traffic import LayerCache, Served, Traffic, layer_caches, traffic_of, weights_read
 from mlx_sparse.tools.evaluate.variants import Variant
+from mlx_sparse.tools.quality import Attempt, Quality
+from mlx_sparse.tools.terminal import WIDTH
+from mlx_sparse.tools.verdict import COPY, TEXT
 
 DATA = read_tables(__file__)
 
@@ -175,15 +178,16 @@ def quality_of(oracle: list[Attempt], attempts: list[Attempt], accuracy: float =
 def test_advice_is_negative_if_oracle_selection_fails() -> None:
     bad, good = attempt("oracle_top_k:top_k=511", kl=1), attempt("oracle_top_k:top_k=511")
     oracle_fails = page_of(quality_of([bad], []))
-    assert oracle_fails.advice()[0].startswith("Do not use sparse attention: on this text, even the best")
+    assert oracle_fails.advice()[-2].startswith("Not safe for this model, see the numbers: on this text, even the best")
     # If the oracle fails, a method that passes does so by chance.
     assert page_of(quality_of([bad], [attempt("sparq:rank=4,top_k=128")])).chosen is None is oracle_fails.chosen
     assert page_of(quality_of([good], [attempt("oracle_top_k:top_k=300")])).chosen is None
     none = page_of(quality_of([good], [attempt("sparq:rank=4,top_k=128", kl=1)]))
-    assert none.advice()[0].startswith("Do not use these methods at these budgets")
+    assert none.advice()[-2].startswith("Not safe for this model, see the numbers: none of these methods passes")
+    assert none.advice()[-1] == "Stay with dense attention: mlx_lm.generate --model m"
     blind = page_of(quality_of([good], [], accuracy=0.1))
-    assert blind.advice()[-1].startswith("Dense attention copies this text badly")
-    assert page_of(None, candidates=[]).advice()[0].startswith("Do not use sparse attention: no method can serve")
+    assert blind.advice()[0].startswith("Dense attention copies this text badly")
+    assert page_of(None, candidates=[]).advice()[0].startswith("Not worth it on this machine: no method can serve")
 
 
 def test_cheapest_passing_method_is_recommended() -> None:
@@ -192,11 +196,17 @@ def test_cheapest_passing_method_is_recommended() -> None:
         attempt("sparq:rank=4,top_k=126,dense_below=0", 0.25),
         attempt("sparq:rank=2,top_k=62,dense_below=0", 0.125, kl=1),
     ]
-    found = page_of(quality_of([attempt("oracle_top_k:top_k=511")], attempts))
+    found = page_of(quality_of([attempt("oracle_top_k:top_k=511")], attempts), crossover=900)
     assert (
         str(found.chosen) == "sparq:rank=4"
     )  # sparse at the crossover length and longer, with at least the default number of keys
-    assert found.advice()[0].startswith('Use --attn "sparq:rank=4": `sparq:rank=4,top_k=126,dense_below=0` is the')
+    assert found.advice()[0].startswith("`sparq:rank=4,top_k=126,dense_below=0` is the cheapest")
+    use = "mlx_lm.generate --model m --attn sparq:rank=4"
+    assert found.advice()[2:] == [f"Use it from 900 tokens on: {use}"] and str(found).endswith(use)
+    below = page_of(found.quality, crossover=5000).advice()[2:]
+    reason = "Not worth it on this machine below 5,000 tokens; --context is 4,096."
+    assert below == [reason, f"For longer prompts: {use}"]
+    assert max(map(len, str(found).splitlines())) <= WIDTH
     assert "passes" in str(found) and "fails" in str(found)
     assert json.loads(json.dumps(found.as_dict()))["attn"] == "sparq:rank=4"
     assert re.fullmatch(r"at 4,096 tokens, a decode step is at most \d+\.\d\d x faster, by bytes\.", found.advice()[1])
@@ -258,9 +268,10 @@ def test_uniform_attention_fails_every_selection(
     text.write_text(WORDS)
     assert cli.main(["advise", str(tmp_path / "model"), "--text", str(text), *SHORT, "--save", str(saved)]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"\| `oracle_top_k:top_k=255` \| 1/2 \|.*\| fails \|", out)
-    assert "`sparq:rank=4,top_k" not in out and "`streaming:" not in out  # nothing else was run
-    assert "\nDo not use sparse attention: on this text, even the best selection of keys exceeds a threshold" in out
+    assert re.search(r"^oracle_top_k: +1/2 +copying .* fails$", out, re.MULTILINE)
+    assert "\nsparq:rank=4,top_k" not in out and "\nstreaming:" not in out  # nothing else was run
+    assert "\nNot safe for this model, see the numbers: on this text, even the best" in out
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= WIDTH
     assert not saved.exists()
 
 
@@ -282,10 +293,9 @@ def test_unsupported_model_reports_the_reason(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["advise", str(tmp_path / "model"), "--methods", "sparq:rank=4"]) == 1
     out = capsys.readouterr().out
     assert "2 latent" in out
-    assert (
-        "`sparq:rank=4` cannot run: model: expected an attention layer that sparq can serve, got glm4_moe_lite" in out
-    )
-    assert "Do not use sparse attention: no method can serve a layer of this model." in out
+    reason = "`sparq:rank=4` cannot run: model: expected an attention layer that sparq can serve, got glm4_moe_lite"
+    assert reason in " ".join(out.split())
+    assert "Not worth it on this machine: no method can serve a layer of this model." in out
 
 
 def test_no_quality_reads_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,8 +306,9 @@ def test_no_quality_reads_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     out = capsys.readouterr().out
     assert "2 window of 16 tokens, 2 full" in out
+    out = " ".join(out.split())
     assert "`sparq:rank=4` serves 2 of 4; 2 with a sliding window (RotatingKVCache); sparse at" in out
-    assert "| 5,120 |" in out
+    assert " 5,120 " in out
     assert "The model's context length, 4,096, is less than --context 5,120." in out
     assert "KL" not in out
 

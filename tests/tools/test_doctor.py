@@ -75,7 +75,7 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
         "sample+sparq:rank=4 on ops: 2 of 4 layers (gemma3_text, tiny)",
         f"  settings: sample+{attn}",
         "  dense layers: 2 with a sliding window (RotatingKVCache)",
-        "  prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled)",
+        "  prefill sparse at 16,384 keys and longer if at most 75% of the blocks are selected (modeled)",
         "  sparse at 2,048 keys and longer (modeled)",
         "  `mlx-sparse calibrate` and `--attn` replace modeled values by measurements",
         "no problems found",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def run(*command: object, code: int = 0, **environment: str) -> tuple[str, str]:
 
 def notes(err: str) -> list[str]:
     """Return what a command prints about the BLAS."""
-    return [line.removeprefix("[mlx-sparse] ") for line in err.splitlines() if "BLAS" in line]
+    return [part.removeprefix("[mlx-sparse] ") for part in re.split("\n|; ", err) if "BLAS" in part]
 
 
 SPELLINGS = ["mlx_lm.generate", "mlx_lm generate", "python -m mlx_lm generate", "mlx-sparse generate"]

@@ -72,7 +72,7 @@ def test_prefill_stops_before_it_exceeds_the_time() -> None:
     cache = make_prompt_cache(model)
     assert prefill(model, cache, tokens, 0.0, seen.append) == cache[0].offset == PREFILL_CHUNK
     assert prefill(model, cache, tokens[PREFILL_CHUNK:], 1e9, seen.append) == PREFILL_CHUNK + 10
-    assert (seen, cache[0].offset) == ([PREFILL_CHUNK, PREFILL_CHUNK, PREFILL_CHUNK + 10], len(tokens))
+    assert (seen, cache[0].offset) == ([PREFILL_CHUNK, PREFILL_CHUNK, 10], len(tokens))
 
 
 def test_both_answers_continue_the_same_prompt(folder: Path) -> None:
@@ -89,6 +89,7 @@ def test_both_answers_continue_the_same_prompt(folder: Path) -> None:
     assert found.report["sparse_calls"] > 0
     dense, sparse = (found.bytes_per_token(kind) or 0 for kind in ("dense", "sparse"))
     assert 0 < sparse < dense
+    assert found.kl > 0 and 0 < found.compared <= found.same_tokens + 1
 
 
 def test_steps_below_the_crossover_are_dense_even_if_the_time_allows_no_more(
@@ -135,11 +136,11 @@ def test_output_fits_a_terminal_and_begins_with_the_command(
 def faster(found: Comparison, speedup: float, native: float | None = None, **changes: Any) -> Comparison:
     """Return ``found`` with steps whose times have the ratios ``speedup`` and ``native`` to a sparse step."""
     dense, sparse = (
-        dataclasses.replace(answer, steps=[1.0, seconds])
+        dataclasses.replace(answer, steps=[1.0, seconds], tokens=found.dense.tokens)
         for answer, seconds in ((found.dense, speedup), (found.sparse, 1.0))
     )
     steps = None if native is None else dataclasses.replace(found.dense, steps=[1.0, native])
-    return dataclasses.replace(found, dense=dense, native=steps, sparse=sparse, **changes)
+    return dataclasses.replace(found, dense=dense, native=steps, sparse=sparse, **{"kl": 0.0} | changes)
 
 
 def test_advice_recommends_only_what_was_faster(folder: Path) -> None:
@@ -149,15 +150,19 @@ def test_advice_recommends_only_what_was_faster(folder: Path) -> None:
     assert lines[1] == "Warning: the family is unusual."
     assert lines[2].startswith(f"{SPARSE} is 1.25 x as fast as dense attention here.")
     lines = advice(faster(found, 0.87), "m", None)
-    assert lines[0] == "Not worth it for this prompt: dense attention is faster."
+    slower = "Not worth it on this machine: dense attention is faster at 300 tokens."
+    assert lines[:2] == [slower, "Stay with dense attention: mlx_lm.generate --model m"]
+    unsafe = advice(faster(found, 1.25, kl=0.06), "m", None)
+    assert re.fullmatch(r"Not safe for this model, see the numbers: the answers agree in \d+ of \d+ tokens.", unsafe[0])
+    assert any("(mean KL divergence 0.0600 nats over" in line for line in unsafe)
     lines = advice(faster(found, 3.0, 1.5), "m", None)
-    assert lines[2:4] == [
+    assert lines[3:5] == [
         "Native kernels alone make dense attention 2.00 x as fast. Compared with",
         f"native dense attention, {SPARSE} is 1.50 x as fast.",
     ]
     assert lines[0].startswith("Use it")
     lines = advice(faster(found, 3.0, 0.9), "m", None)
-    assert lines[0] == "Not worth it for this prompt: dense attention is faster."
+    assert lines[0] == slower
     lines = advice(faster(found, 0.87, crossover=NEVER), "m", None)
     assert lines[0] == "Not worth it on this machine: no length was found at which it is faster."
     console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123

@@ -178,7 +178,7 @@ class Answer(Generation):
         from ...lm.model import disable, enable
         from ..comparison import decode, prefill
 
-        def ignore(done: int) -> None:
+        def ignore(tokens: int) -> None:
             """Show no progress, because it would be timed."""
 
         model, method, details = self._model, self.row.method, self.row.details
@@ -190,7 +190,7 @@ class Answer(Generation):
             prefill(model, cache, self._prompt[:-1], math.inf, ignore, chunk=PREFILL_CHUNK)
             self.speeds["prompt"].append((len(self._prompt) - 1) / (time.perf_counter() - start))
             peak = mx.get_peak_memory()
-            found = decode(model, self._tokenizer, cache, self._prompt[-1:], self._most, ignore)
+            found, _ = decode(model, self._tokenizer, cache, self._prompt[-1:], self._most, ignore)
         finally:
             disable(model)
         details["peak_memory"] = max(details["peak_memory"], peak / 1e9, found.peak_memory / 1e9)

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...checks import ConfigError, Parser, check_int, did_you_mean, read_length
 from ...files import cache_directory, replace_file
@@ -17,6 +17,9 @@ from ...lm.loading import refuse_unquantizable
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets.models import DEFAULT
+from ..progress import Bar
+from ..terminal import fill
+from ..verdict import verdicts
 from . import report, table, texts
 from .inputs import add_options, check_options, encode_texts, fingerprint, head_dim, load_model
 from .journal import Journal, as_json
@@ -24,9 +27,6 @@ from .results import Facts, Row, Trial, run_facts
 from .runner import Prefix, Prompt, Run, Steps, observed_by
 from .tasks import PASSAGES, RECALL, SHORTEST, TASKS, Passage, family
 from .variants import Variant, quantized_variants, read_budget, read_methods, variants_of
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 NAMES = (*TASKS, RECALL)
 DEFAULT_TASKS = ("copying", "bits_per_byte")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print("\n".join(json.dumps(as_json(row)) for row in rows))
     else:
-        print("\n\n".join(map(str, table.all_tables(rows))))
+        print("\n\n".join([*map(str, table.all_tables(rows)), fill(*verdicts(rows))]))
     if args.out is not None:
         _write(args.out, rows, evaluation.facts())
         print(f"Wrote {args.out / report.PAGE}", file=sys.stderr)
@@ -162,13 +162,11 @@ class _Evaluation:
 
     def rows(self) -> Iterator[Row]:
         """Run all tasks at all context lengths. Yield each group's rows as soon as the group has run."""
-        from tqdm import tqdm
-
         args = self.args
         journal = Journal(args.out and args.out / "trials.jsonl", "eval", self.key, Trial)
         groups = self.plans()
         total = sum(1 + len(plan.variants) for group in groups for plan in group) * args.limit
-        with tqdm(total=total, unit="run", disable=None) as progress:
+        with Bar("", total, "runs") as progress:
             for group in groups:
                 if group[0].prefill:
                     for passage in group[0].examples:
@@ -180,8 +178,8 @@ class _Evaluation:
                 yield from (row for plan in group for row in plan.rows())
 
     @staticmethod
-    def _add(plan: Run, subject: Any, progress: tqdm, journal: Journal[Trial]) -> None:
-        progress.set_description(f"{plan.task} {plan.context:,}")
+    def _add(plan: Run, subject: Any, progress: Bar, journal: Journal[Trial]) -> None:
+        progress.stage(f"{plan.task} {plan.context:,}")
         plan.add(subject, progress, journal)
 
     def plans(self) -> list[list[Run]]:

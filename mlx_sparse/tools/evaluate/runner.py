@@ -30,7 +30,8 @@ from .variants import DENSE, Variant
 if TYPE_CHECKING:
     from mlx import nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
-    from tqdm import tqdm
+
+    from ..progress import Bar
 
 Array = npt.NDArray[np.float64]
 SLICE = 128  # positions to compare at once
@@ -250,7 +251,7 @@ class Run:
     def __post_init__(self) -> None:
         self.trials = {variant: [] for variant in (DENSE, *self.variants)}
 
-    def add(self, subject: Steps | Prompt, progress: tqdm, journal: Journal[Trial]) -> None:
+    def add(self, subject: Steps | Prompt, progress: Bar, journal: Journal[Trial]) -> None:
         """Run the next subject with dense attention and with every variant. Skip trials that are in the journal."""
         start = f"{self.task}/{'prefill' if self.prefill else 'decode'}/{self.context}"
         of_each = [f"{start}/{i}-{of_one}" for i, of_one in enumerate(subject.digests, len(self.depths))]

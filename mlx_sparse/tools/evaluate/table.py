@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from .. import formats
+from .. import terminal
 from .results import Row
 from .tasks import TASKS
 
@@ -25,7 +25,7 @@ class Table:
     kinds: list[str]
 
     def __str__(self) -> str:
-        return f"{self.caption}\n\n{formats.table(self.header, self.rows)}"
+        return f"{self.caption}\n\n{terminal.table(self.header, self.rows, keys=2)}"
 
 
 def all_tables(rows: Sequence[Row]) -> list[Table]:

@@ -27,7 +27,8 @@ from .rows import Texts
 
 if TYPE_CHECKING:
     from mlx import nn
-    from tqdm import tqdm
+
+    from ..progress import Bar
 
 Array = np.ndarray
 STEP = 512  # tokens of a prefill chunk
@@ -150,7 +151,7 @@ class Collection:
 
 
 def collect(
-    model: nn.Module, collection: Collection, windows: Sequence[Sequence[int]], *, key: str, progress: tqdm
+    model: nn.Module, collection: Collection, windows: Sequence[Sequence[int]], *, key: str, progress: Bar
 ) -> None:
     """Run ``model`` on texts of equal length, and store the queries and keys of its attention layers in ``collection``.
 
@@ -195,7 +196,7 @@ def _run(
     sources: dict[int, Source | str],
     window: int,
     tokens: Sequence[int],
-    progress: tqdm,
+    progress: Bar,
 ) -> None:
     caches = make_prompt_cache(model)
     needed = leaves(caches)[: 1 + max(collection.layer_shapes)]

@@ -12,13 +12,13 @@ import numpy as np
 
 from ...methods.saap.artefact import Layer
 from ...methods.saap.kmeans import fit, saap_assign
-from .. import formats
+from .. import terminal
 from . import network
 from .network import MIN_ROWS, Training, has_enough_rows, train_layer
 from .rows import Distances, Rows, Texts, best_distance, bucket_mass, long_range_rows
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    from ..progress import Bar
 
 Array = np.ndarray
 ROUTERS = ("trained", "kmeans")
@@ -50,7 +50,7 @@ class HeadReport:
 
 
 def table(heads: Sequence[HeadReport]) -> str:
-    """Return a Markdown table with one line per head, and a last line with the means over all heads."""
+    """Return a table with one line per head, and a last line with the means over all heads."""
     at = [f"{share:.0%}" for share in SELECTIVITIES]
     header = ["layer", "head", "rows", *(f"loss {name}" for name in ROUTERS)]
     header += [f"{name} {share}" for name in ROUTERS for share in at] + ["imbalance"]
@@ -69,7 +69,7 @@ def table(heads: Sequence[HeadReport]) -> str:
         "ROUTER N%: share of the long-range attention on the visited keys, if N% of the keys that are not always",
         "attended are visited. kmeans: baseline that routes by centroids. imbalance: 1 if all buckets have equal size.",
     ]
-    return "\n".join([formats.table(header, [*lines, [*cells, ""]]), "", *notes])
+    return "\n".join([terminal.table(header, [*lines, [*cells, ""]], keys=2), "", terminal.fill(*notes)])
 
 
 def summary(heads: Sequence[HeadReport]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Recipe:
     seed: int
 
 
-def make_layer(texts: Texts, recipe: Recipe, *, progress: tqdm = None) -> tuple[Layer, list[Rows]]:
+def make_layer(texts: Texts, recipe: Recipe, *, progress: Bar | None = None) -> tuple[Layer, list[Rows]]:
     """Train one layer. Return centroids and query networks in float16, and the training rows of each KV head."""
     centroids = make_centroids(texts, recipe)
     if not recipe.training.steps:

@@ -20,7 +20,7 @@ from ...methods.saap.artefact import Layer
 from .rows import Rows
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    from ..progress import Bar
 
 Params = dict[str, mx.array]
 EPS = 1e-5  # epsilon of batch norm
@@ -179,7 +179,7 @@ def has_enough_rows(rows: Rows) -> bool:
 
 
 def train_layer(
-    rows: Sequence[Rows], centroids: Array, training: Training, *, scale: float, progress: tqdm = None
+    rows: Sequence[Rows], centroids: Array, training: Training, *, scale: float, progress: Bar | None = None
 ) -> Layer:
     """Train the query networks of a layer. Return the layer with its centroids and networks in float32.
 
@@ -201,7 +201,7 @@ def train_layer(
     return Layer(mx.array(centroids), **every)
 
 
-def _train(rows: Sequence[Rows], centroids: mx.array, training: Training, scale: float, progress: tqdm) -> Params:
+def _train(rows: Sequence[Rows], centroids: mx.array, training: Training, scale: float, progress: Bar | None) -> Params:
     spread = Spread.of([found.queries for found in rows])
     if training.start == "random":
         params = random_start(centroids, training.hidden, training.seed)

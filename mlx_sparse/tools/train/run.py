@@ -20,6 +20,7 @@ from ...model_info import identity
 from ..evaluate.inputs import add_options, check_options, fingerprint, load_model, read_tokens
 from ..evaluate.journal import DAMAGED, as_json, from_json
 from ..evaluate.texts import check as check_texts
+from ..progress import Bar
 from .collect import Collection, LayerShape, collect, find_layer_shapes, locked, remove_files
 from .layers import HeadReport, Recipe, as_dict, make_layer, report_layer, table
 from .network import STARTS, Training
@@ -227,14 +228,12 @@ def _collect(
     layer_shapes: dict[int, LayerShape],
     texts: tuple[list[list[int]], list[list[int]]],
 ) -> tuple[Collection, Collection]:
-    from tqdm import tqdm
-
     exact = args.distances.exact
     length = len(texts[0][0])
     options = [args.queries, args.seed, exact, sorted(layer_shapes)]
     total = sum(len(windows) * length for windows in texts)
     found = []
-    with tqdm(total=total, unit="token", desc="running the model", disable=None) as progress:
+    with Bar("running the model", total, "tokens") as progress:
         # Training samples all positions with far keys. The report samples only the second half of a text.
         for windows, first in zip(texts, (exact, max(exact, length // 2)), strict=True):
             key = fingerprint(model, [token for window in windows for token in window], *options, first)
@@ -250,13 +249,11 @@ def _layers(
     folder: Path, collections: tuple[Collection, Collection], recipe: Recipe
 ) -> tuple[dict[int, Layer], list[HeadReport]]:
     """Train every layer and report its recall. If an interrupted command has finished a layer, load the layer."""
-    from tqdm import tqdm
-
     train, held_out = collections
     steps, layers, heads = recipe.training.steps, {}, list[HeadReport]()
-    with tqdm(total=steps * len(train.layer_shapes), unit="step", smoothing=0, disable=None) as progress:
+    with Bar("training", steps * len(train.layer_shapes), "steps") as progress:
         for number in train.layer_shapes:
-            progress.set_description(f"layer {number}")
+            progress.stage(f"layer {number}")
             path = folder / f"layer-{number:03}.safetensors"
             if path.exists():
                 progress.update(steps)

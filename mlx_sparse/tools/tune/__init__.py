@@ -30,12 +30,12 @@ from ..evaluate.journal import Journal
 from ..evaluate.runner import passage_logits
 from ..evaluate.tasks import SHORTEST, Passage
 from ..formats import check_own, write_toml
+from ..progress import Bar
 from .results import FIRST_LINE, RETRIEVAL, Measured, Trial, Tuned, as_dict, select, table, toml
 
 if TYPE_CHECKING:
     from mlx import nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper as Tokenizer
-    from tqdm import tqdm
 
 # Values from Table 6 of the paper, and the numbers of chunks that the paper selects.
 ALPHAS = (0.80, 0.85, 0.90, 0.92, 0.95, 0.98)
@@ -57,7 +57,7 @@ class Search:
     args: argparse.Namespace
     grids: Sequence[Sequence[Prefill]]
 
-    def tune(self, up_to: int, lengths: tuple[int, ...], progress: tqdm) -> list[Tuned]:
+    def tune(self, up_to: int, lengths: tuple[int, ...], progress: Bar) -> list[Tuned]:
         """Run every setting at ``lengths``, and select two settings of each method."""
         dense = self._measure(None, lengths, progress)
         if dense.accuracy < self.args.min_accuracy:
@@ -72,7 +72,7 @@ class Search:
             found.append(Tuned(up_to, lengths, dense, measured, *select(dense, measured)))
         return found
 
-    def _measure(self, config: Prefill | None, lengths: tuple[int, ...], progress: tqdm) -> Measured:
+    def _measure(self, config: Prefill | None, lengths: tuple[int, ...], progress: Bar) -> Measured:
         trials: list[tuple[str, int, Trial]] = []
         for length, (task, make) in itertools.product(lengths, RETRIEVAL.items()):
             options = {"context": length, "limit": self.args.examples, "seed": self.args.seed}
@@ -216,8 +216,6 @@ def _check(args: argparse.Namespace) -> list[list[Prefill]]:
 
 
 def _tune(args: argparse.Namespace, settings: Sequence[Sequence[Prefill]], state: Path | None) -> list[Tuned]:
-    from tqdm import tqdm
-
     model, tokenizer, config = load_model(args.model, args.cache_dir, args.accept_license)
     tokens = read_tokens(tokenizer, args.text, args.cache_dir)
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
@@ -230,10 +228,10 @@ def _tune(args: argparse.Namespace, settings: Sequence[Sequence[Prefill]], state
     journal = Journal(state, "tune", fingerprint(model, tokens, *options), Trial)
     search = Search(model, tokenizer, tokens, journal, args, settings)
     runs = sum(len(of) for _, of in ranges) * len(RETRIEVAL) * args.examples * (1 + sum(map(len, settings)))
-    with tqdm(total=runs, unit="prompt", disable=None) as progress:
+    with Bar("", runs, "prompts") as progress:
         found = []
         for up_to, lengths in ranges:
-            progress.set_description(f"below {up_to:,} keys")
+            progress.stage(f"below {up_to:,} keys")
             found += search.tune(up_to, lengths, progress)
     return found
 

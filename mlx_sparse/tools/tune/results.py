@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.base import Prefill
 from ...methods import Sample
-from .. import formats
+from .. import terminal
 from ..evaluate.tasks import PASSAGES, Maker, Passage
 
 FIRST_LINE = "# Written by mlx-sparse tune"
@@ -184,16 +184,14 @@ def table(tuned: Sequence[Tuned]) -> str:
             shares = [*row.tasks.values(), row.density, row.sampled, row.work]
             cells = [f"{found.up_to:,}", setting(row), *(f"{value:.3f}" for value in shares)]
             rows.append([*cells, f"{row.seconds:.2f}", chosen])
+    header = ["below", "setting", *RETRIEVAL, "density", "sampled", "work", "s", ""]
     lines = [
-        formats.table(["below", "setting", *RETRIEVAL, "density", "sampled", "work", "s", ""], rows),
-        "",
         "work = density + sampled / 2: multiply-adds relative to dense attention. Settings are ranked by work.",
         f"a: accuracy first. s: speed first, at least {SPEED_FIRST_SHARE:.0%} of dense attention's accuracy.",
         *(f"{one.method}, below {one.up_to:,} keys: {NOT_LOSSLESS}" for one in tuned if not one.lossless),
-        "",
         verdict(tuned),
     ]
-    return "\n".join(lines)
+    return f"{terminal.table(header, rows, 2)}\n\n{terminal.fill(*lines)}"
 
 
 def as_dict(tuned: Sequence[Tuned], model: str) -> dict[str, object]:
