@@ -193,10 +193,12 @@ class SparseCache:
         moved = config.step_bytes(S, D, **how, G=G, backend=backend)
         return B * Hkv * (moved - (config.rows(S) // 2 * self.row_bytes if self.latent else 0))
 
-    def attend(self, queries: mx.array, config: Method, *, scale: float, backend: str) -> tuple[mx.array, mx.array]:
+    def attend(
+        self, queries: mx.array, config: Method, *, scale: float, backend: str, bias: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
         """Run one decode step with the method ``config``. See `Step` for the arguments and results."""
         step = self.bind(config, queries.shape[1] // self.key_rows.shape[1], backend)
-        out, lse, *_ = step(queries, self, self.length, scale)
+        out, lse, *_ = step(queries, self, self.length, scale, bias=bias)
         return out, lse
 
     def bind(self, config: Method, G: int, backend: str, **layer: Any) -> Step:

@@ -99,8 +99,8 @@ class Calibration:
 
     def needs_measurement(self, config: Method, layer: Layer) -> bool:
         """Return True if the layer will be measured as soon as a context is long enough."""
-        if not self.measures or not config.measurable or (config, layer) in self._tried or layer.step.latent:
-            return False  # a timed layer has no bias, so that layers with latents keep the modeled length
+        if not self.measures or not config.measurable or (config, layer) in self._tried:
+            return False
         found = self.threshold(config, layer)
         return found.how == MODELED or found.busy
 

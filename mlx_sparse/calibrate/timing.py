@@ -50,7 +50,7 @@ class Layer:
     @property
     def row(self) -> int:
         """Bytes of one key row and one value row, summed over all KV heads."""
-        return 2 * self.step.heads * self.step.row_bytes
+        return self.step.heads * self.step.pair_bytes
 
     def __str__(self) -> str:
         return f"{self.backend}, {self.step.heads * self.step.G} x {self.step.heads} heads of {self.step.D}"
@@ -68,9 +68,17 @@ def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
     sides = [[_cache(layer, S, n) for n in range(layers)] for _ in ("dense", "sparse")]
     query, row = (_rows(layer, n, 1) for n in (heads * G, heads))
     scale = layer.step.D**-0.5
+    # Attention over latents adds positional scores to the logits.
+    scores = mx.random.normal((1, heads * G, 1, S + ROOM), dtype=layer.dtype) if layer.step.latent else None
+
+    def bias_of(cache: SparseCache) -> mx.array | None:
+        return None if scores is None else scores[..., : cache.length]
 
     def sparse(cache: SparseCache, out: mx.array) -> mx.array:
-        return cache.attend(out, config, scale=scale, backend=layer.backend)[0]
+        return cache.attend(out, config, scale=scale, backend=layer.backend, bias=bias_of(cache))[0]
+
+    def dense(cache: SparseCache, out: mx.array) -> mx.array:
+        return _dense(layer, cache, out, bias_of(cache))
 
     def step(attend: Callable[[Any, mx.array], mx.array], caches: list[SparseCache]) -> mx.array:
         out = query
@@ -79,7 +87,7 @@ def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
             out = attend(cache, out)
         return out
 
-    steps = partial(step, partial(_dense, layer), sides[0]), partial(step, sparse, sides[1])
+    steps = partial(step, dense, sides[0]), partial(step, sparse, sides[1])
     for run in 2 * steps:  # compile, and touch the memory for the first time
         seconds_of(run)
     pairs: list[tuple[float, float]] = []
@@ -91,10 +99,10 @@ def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
     return pairs
 
 
-def _dense(layer: Layer, cache: Any, queries: mx.array) -> mx.array:
+def _dense(layer: Layer, cache: Any, queries: mx.array, bias: mx.array | None = None) -> mx.array:
     """Run the dense attention of an enabled model, which uses native kernels if its sparse attention does."""
-    scale, mask = layer.step.D**-0.5, cast(Any, None if layer.L == 1 else "causal")
-    if layer.backend == "cpu":
+    scale, mask = layer.step.D**-0.5, cast(Any, bias if layer.L == 1 else "causal")
+    if layer.backend == "cpu" and bias is None:
         keys, values, length = cache.rows("cpu")
         return cast(mx.array, registry.load("attend_all", "cpu")(queries, keys, values, scale=scale, **length)[0])
     keys, values = cache.keys_and_values() if layer.step.packed else cache.rows("ops")[:2]
@@ -137,7 +145,7 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
         cache = SparseQuantizedKVCache(group_size=group_size, bits=bits)
         rows = (mx.quantize(array, group_size=group_size, bits=bits) for array in rows)
     cache.keys, cache.values = rows
-    cache.offset = S
+    cache.offset, cache.latent = S, layer.step.latent
     mx.eval(cache.keys, cache.values)
     return cache
 

@@ -220,6 +220,21 @@ def test_ties_go_to_the_lower_visible_key(backend: Any) -> None:
     assert np.flatnonzero(backend.numpy(out)[0, 0, 0]).tolist() == [1, 3, 4, 5, 6, 56, 57, 59]
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[5]], ids=str)
+def test_the_best_keys_under_a_bias_are_those_of_all_components(case: Case) -> None:
+    q, k, v = case.inputs()
+    bias = bias_of(case)
+    how = {"top_k": 32, "local_window": 8, "scale": 0.1, "left_padding": case.padding, "bias": bias}
+    mean = {"component_weight": np.ones((case.B, case.Hkv, case.D)), "value_mean": None}
+    wanted = oracle.sparq.sparq_attention(q, k, v, rank=case.D, reallocate=False, keys_t=None, **mean, **how)
+    found = oracle.baselines.oracle_top_k_attention(q, k, v, **how)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=1e-12)
+    how |= {"left_padding": ADAPTERS["ops"].padding(case), "bias": mx.array(bias)}
+    arrays = [mx.array(array) for array in (q, k, v)]
+    out = registry.load("oracle_top_k", "ops")(*arrays, **how)[0]
+    np.testing.assert_allclose(np.array(out), wanted[0], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("G", [1, 3])
 def test_a_bias_equals_a_further_component_of_queries_and_keys(G: int) -> None:
     """Test the oracle: a query component of 1 reads the bias from a component of the keys, if all heads share it."""

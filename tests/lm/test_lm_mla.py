@@ -14,12 +14,16 @@ from lm_prompts import tiny_tokenizer
 from mlx_lm.generate import batch_generate
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
 from models_survey import EVERY_KEY, step_logits
-from tiny_models import build, call, prompt_of
+from tiny_models import build, call, prompt_of, write
 
 import mlx_sparse
+from mlx_sparse.calibrate.timing import Layer, time_steps
 from mlx_sparse.core import reasons
+from mlx_sparse.core.base import Step
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
+from mlx_sparse.methods import SparQ
+from mlx_sparse.tools import advise
 
 FAMILIES = {  # number of layers with MLA of the tiny models
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_vl", "mistral4"), 4),
@@ -142,6 +146,24 @@ def test_a_padded_batch_gives_the_texts_of_dense_attention() -> None:
     assert found[1] == texts[1], "the short sequence has at most 15 keys"
     assert found != texts
     assert report.dense_calls[reasons.SHORT_SEQUENCES] > 0
+
+
+def test_dense_attention_and_calibration_take_latents(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = family_models.build("deepseek_v3")
+    dense = logits(model)
+    with mlx_sparse.sparse(model, "dense", backend="cpu"):
+        assert mx.array_equal(logits(model), dense)
+    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 2}
+    folder = write(tmp_path / "model", "deepseek_v3", **experts)
+    assert advise.main([str(folder), "--no-quality", "--methods", "sparq:rank=4", "--context", "2k"]) == 0
+    assert f"`sparq:rank=4,{ON}` serves 2 of 2" in capsys.readouterr().out
+    step = Step(1, 4, 32, 4, "cpu", latent=True)
+    for backend in ("ops", "cpu"):
+        pairs = time_steps(
+            SparQ(rank=4, top_k=8, component_score="query_key"), Layer(backend, step, mx.float32), 256, 0
+        )
+        assert len(pairs) >= 5
+    assert Layer("cpu", step, mx.float32).row == 32 * 4
 
 
 MASK = -0.5 * mx.abs(mx.arange(PROMPT + 1) - PROMPT)[None, None, None] * mx.array([1.0, 0.3, 0.1, 0.0])[:, None, None]

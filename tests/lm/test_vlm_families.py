@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from importlib.metadata import version
 
@@ -12,8 +13,10 @@ import pytest
 import tier
 import vlm_models
 import vlm_table
+from tiny_models import caches_of, call
 
 import mlx_sparse
+from mlx_sparse.core import reasons
 
 ROWS = {row.family: row for row in vlm_table.read()}
 EQUAL = [family for family, row in ROWS.items() if row.equal]
@@ -45,3 +48,20 @@ def test_mistral4_is_sparse_in_every_layer() -> None:
     with mlx_sparse.sparse(model, vlm_table.FEW) as report:
         models_survey.step_logits(model, family_models.prompt_of(vlm_table.PROMPT), [1])
     assert report.sparse_calls == report.served_layers == report.layers == text["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(("family", "layers"), [("deepseek_v3", 4), ("kimi_linear", 1)])
+def test_absorbed_attention_is_sparse_for_one_query_and_dense_for_several(family: str, layers: int) -> None:
+    _, model = vlm_models.any_pair(family)
+    prompt, tokens = family_models.prompt_of(100)[:96], family_models.prompt_of(100)[96:]
+    dense = models_survey.step_logits(model, prompt, tokens)
+    every = dataclasses.replace(models_survey.EVERY_KEY, component_score="query_key")
+    with mlx_sparse.sparse(model, every) as report:
+        found = models_survey.step_logits(model, prompt, tokens)
+        assert report.sparse_calls == 4 * layers
+        cache = caches_of(model)
+        call(model, [prompt], cache)
+        call(model, [tokens], cache)
+    assert mx.abs(found - dense).max() < 1e-4 * mx.abs(dense).max()
+    assert report.dense_calls[reasons.A_FEW] == layers
+    assert report.sparse_calls == 4 * layers

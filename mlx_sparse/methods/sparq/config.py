@@ -143,6 +143,10 @@ class SparQ(Method):
     def scores_latents(self) -> bool:
         return self.component_score == "low_rank"
 
+    @property
+    def measurable(self) -> bool:
+        return super().measurable and not self.scores_latents  # a timed layer has random latents of full rank
+
     def layer_arguments(self, attention: Any) -> dict[str, Any]:
         from .low_rank import query_covariance  # imports MLX
 

@@ -119,3 +119,9 @@ def test_another_rule_replaces_the_projected_scoring_keys() -> None:
 def test_settings_that_low_rank_does_not_support_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="component_score: expected low_rank with key_bits=4 and without reallocate"):
         SparQ(component_score="low_rank", **setting)
+
+
+def test_the_crossover_length_of_low_rank_is_modeled() -> None:
+    """A timed layer has random latents, whose projection would need all components."""
+    assert SparQ(component_score="query_key").measurable
+    assert not SparQ(component_score="low_rank").measurable
