@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the attention recall of selected latents in a model that was converted to MLA (docs/results/mla.md).
+"""Measure the attention recall of selected latents in a model that was converted to MLA.
 
 python scripts/mla.py FOLDER [--context 2048] [--texts 20] >> docs/results/mla.jsonl
 
