@@ -29,7 +29,7 @@ CHEAP = {
     "mlx-sparse advise": "--passage 512 --limit 1 --budget 1/2 --methods streaming",
     "mlx-sparse eval": "--context 512 --limit 1 --tasks copying --text notes.txt",
     "mlx-sparse calibrate": "--seconds 0.1",
-    "mlx-sparse tune-sample": "--lengths 512 --examples 1 --alpha-column 1 --alpha-slash 1 --chunks 1 "
+    "mlx-sparse tune": "--lengths 512 --examples 1 --alpha-column 1 --alpha-slash 1 --chunks 1 --share 0.5 "
     "--min-accuracy 0 --text notes.txt",
     "mlx-sparse train-saap": "--context 512 --windows 2 --queries 64 --buckets 32 --steps 1 --recent-tokens 63 "
     "--farther-than 32 --hidden 128 --work work",
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("notes", "question", "long", "book1", "book2"):
         (folder / f"{name}.txt").write_text(text(40 if name == "question" else 3000))
     (folder / "attn.toml").write_text(f"{advise.FIRST_LINE}\n[sparq]\nrank = 4\n")
-    (folder / "sample.toml").write_text(f"{tune.FIRST_LINE}\n[sample]\nchunks = 2\n")
+    (folder / "prefill.toml").write_text(f"{tune.FIRST_LINE}\n[gather]\nshare = 0.5\n")
     return folder
 
 
