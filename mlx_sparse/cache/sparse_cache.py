@@ -201,8 +201,10 @@ class SparseCache:
         out, lse, *_ = step(queries, self, self.length, scale, bias=bias)
         return out, lse
 
-    def bind(self, config: Method, G: int, backend: str) -> Step:
+    def bind(self, config: Method, G: int, backend: str, **layer: Any) -> Step:
         """Return a function that runs decode steps over this cache with ``G`` query heads per KV head.
+
+        ``layer`` has arguments for `State.bind` that depend on the layer.
 
         Call `Method.for_model` first to replace "auto" values. The function is valid until the next call of `bind`, and
         until `layer_plan` becomes None.
@@ -210,7 +212,7 @@ class SparseCache:
         self.layer_plan = None
         function, size, parameters = registry.load(config.name, backend), 0, {}
         state, whole = self.state_of(config.name), backend in registry.WHOLE_BUFFERS
-        read = None if state is None else state.bind(self, config, G, whole=whole)
+        read = None if state is None else state.bind(self, config, G, whole=whole, **layer)
         keep, padding = None if state is None else state.keep, self.padding
 
         def step(

@@ -117,6 +117,15 @@ class Method:
         """True if the settings turn on sparse decode steps in layers with multi-head latent attention (MLA)."""
         return False
 
+    @property
+    def scores_latents(self) -> bool:
+        """True if the settings serve layers with MLA only."""
+        return False
+
+    def layer_arguments(self, attention: object) -> dict[str, Any]:
+        """Return arguments for `State.bind`, for a layer with MLA whose module is ``attention``."""
+        return {}
+
     def for_bias(self) -> Self | None:
         """Return the method for decode steps that add a bias to the logits, or None if there is none."""
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -29,7 +30,7 @@ NORMS_WITHOUT_WEIGHTS = frozenset({"nanochat", "talkie", "muse_glimmer"})
 # The end of the error for models with multi-head latent attention.
 LATENT_ADVICE = (
     " With MLA, quality was measured on a converted model only. `mlx-sparse advise MODEL --text FILE` measures your "
-    "model, and `--attn sparq:component_score=query_key` turns decode steps on (without --lossless)."
+    "model, and `--attn sparq:component_score=low_rank` turns decode steps on (without --lossless)."
 )
 
 Attn = str | Method | tuple[Method, ...]
@@ -109,6 +110,7 @@ def enable(
     plan = Plan(
         prefill, decode, backend, model_type(model), hooks, recall=recall, calibration=calibration or Calibration()
     )
+    plan.absorbed = absorbed_attention(model)
     plan.report.requested = attn if isinstance(attn, str) else "+".join(map(str, configs))
     if lossless:
         from .speculative.generation import make_lossless, wrap
@@ -240,6 +242,12 @@ def has_qk_norm(model: nn.Module) -> bool:
         or model_type(model) in NORMS_WITHOUT_WEIGHTS
         or any(name.rpartition(".")[2] in QK_NORMS for name, _ in modules)
     )
+
+
+def absorbed_attention(model: nn.Module) -> list[nn.Module]:
+    """Return the attention modules with multi-head latent attention, in the order of their layers."""
+    found = [(name, module) for name, module in model.named_modules() if "embed_q" in module]
+    return [module for _, module in sorted(found, key=lambda named: [int(n) for n in re.findall(r"\d+", named[0])])]
 
 
 def _sparse_class(cls: type[nn.Module]) -> type:

@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from ..api.call_report import Counts, Report
 from ..cache.sparse_cache import SparseCache
 from ..cache.sparse_cache import Step as BoundStep
 from ..calibrate import Calibration, describe
 from ..calibrate.timing import Layer
+from ..checks import ConfigError
 from ..core import reasons, registry
 from ..core.base import Dense, Method, Prefill, Step
 from ..core.decide import NEVER, Facts, decide, exclusion
@@ -39,6 +41,7 @@ class Plan:
         watch: function that is called once, after the first decode step. Its arguments are the step's number of keys
             and the step's `Counts`.
         latents: True if the settings turn on sparse decode steps with MLA, or if all attention is dense.
+        absorbed: attention modules with MLA, in the order of their layers.
         layers: for each pair of a method and a layer shape, the number of layers that can use sparse attention.
         report: report that counts the calls of all forward passes.
         lossless: number of draft tokens per check; 0 to select the number by speed; None if the model is not lossless.
@@ -65,6 +68,7 @@ class Plan:
         self.hooked = type(hooks) is not ModelHooks
         self.decodes = True
         self.latents = (decode or prefill or Dense()).serves_latents
+        self.absorbed: list[nn.Module] = []
         self.report = Report(attn=self.attn, backend=backend, model_type=family, decodes=decode is not None)
         self.report.add(Counts(prefill=prefill and PrefillStatistics(), counted=hooks.statistics))
         self.report.crossovers = self.crossovers
@@ -192,7 +196,12 @@ class Plan:
         per_key = (later - moved) / SPAN
         bound = config.for_bias() if facts.bias else config
         assert bound is not None
-        step = cache.bind(bound, G, backend) if hooks is None else hooks.bind(cache, G, backend, decision.served)
+        given: dict[str, Any] = {}
+        if bound.scores_latents:  # layers run in the order of their caches
+            before = sum(getattr(entry, "latent", False) for entry in caches[: max(index, 0)])
+            given = bound.layer_arguments(self.absorbed[before])
+        served = decision.served
+        step = cache.bind(bound, G, backend, **given) if hooks is None else hooks.bind(cache, G, backend, served)
         return LayerPlan(
             self,
             index,
@@ -201,7 +210,7 @@ class Plan:
             stop=padding + decision.stop,
             reason=decision.reason,
             step=step,
-            served=decision.served,
+            served=served,
             short=decision.short,
             heads=heads,
             dense_bytes=heads * layer.step.pair_bytes,
@@ -289,6 +298,8 @@ class Probe:
                 self.backends.add(registry.resolve(plan.backend, config.name, D=queries.shape[3], G=1))
                 continue
             config.check_head_dim(queries.shape[-1])
+            if config.scores_latents and not (cache.latent and plan.absorbed):
+                raise ConfigError(f"attn: expected a layer with multi-head latent attention for {config}, got another.")
             backend = plan.resolve(config, queries, keys, bias=facts.bias)
             self.backends.add(backend)
             self.layers[config, plan.sizes(config, queries, keys, cache, backend, hooks)] += 1

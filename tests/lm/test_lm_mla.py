@@ -30,9 +30,11 @@ FAMILIES = {  # number of layers with MLA of the tiny models
     **dict.fromkeys(("kimi_linear", "kimi_k3", "bailing_hybrid", "bailing_moe_v3"), 1),
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), 8),
 }
-ON = "component_score=query_key"
-FEW = f"sparq:rank=4,top_k=8,dense_below=0,{ON}"
-EVERY = replace(EVERY_KEY, component_score="query_key")
+ON = "component_score=low_rank"
+FEW = "sparq:rank=4,top_k=8,dense_below=0,component_score=query_key"
+LOW_RANK = f"sparq:rank=2,top_k=8,dense_below=0,{ON}"
+EVERY = replace(EVERY_KEY, component_score="low_rank")
+KEYS = replace(EVERY, component_score="query_key")
 PROMPT, STEPS = 90, 3
 TOKENS = family_models.prompt_of(PROMPT + STEPS)
 
@@ -57,10 +59,12 @@ def test_every_selected_key_gives_dense_attention(family: str, backend: str) -> 
     assert report.sparse_calls == FAMILIES[family] * STEPS
     assert report.dense_calls == {reasons.PROMPT: FAMILIES[family]}
     assert reasons.LATENT not in report.dense_layers
-    with mlx_sparse.sparse(model, FEW, backend=backend) as report:
-        few = logits(model)
-    assert not close(few, dense)
-    assert 0 < report.sparse_bytes < report.dense_bytes
+    for attn in (FEW, LOW_RANK):
+        with mlx_sparse.sparse(model, attn, backend=backend) as report:
+            few = logits(model)
+        assert not close(few, dense)
+        assert report.sparse_calls == FAMILIES[family] * STEPS
+        assert 0 < report.sparse_bytes < report.dense_bytes
     assert mx.array_equal(logits(model), dense), "disable restores dense attention"
 
 
@@ -72,6 +76,13 @@ def test_mla_is_off_by_default_and_the_error_names_the_setting(attn: str) -> Non
     message = str(refused.value)
     assert f": 2 {reasons.LATENT}. With MLA, quality was measured on a converted model only." in message
     assert "`mlx-sparse advise MODEL --text FILE`" in message and f"sparq:{ON}" in message and "\n" not in message
+
+
+def test_low_rank_is_refused_in_other_layers() -> None:
+    with pytest.raises(
+        mlx_sparse.ConfigError, match="attn: expected a layer with multi-head latent attention for sparq"
+    ):
+        mlx_sparse.enable(build(), LOW_RANK)
 
 
 @pytest.mark.parametrize("L", [2, 16, 40])
@@ -159,7 +170,7 @@ MASK = -0.5 * mx.abs(mx.arange(PROMPT + 1) - PROMPT)[None, None, None] * mx.arra
 
 
 @pytest.mark.parametrize("mask", [MASK, MASK[0, :1], mx.where(mx.arange(PROMPT + 1) == 5, -mx.inf, 0.0)])
-@pytest.mark.parametrize("attn", [EVERY, "streaming:sink_tokens=2,recent_tokens=6", replace(EVERY, reallocate=True)])
+@pytest.mark.parametrize("attn", [KEYS, "streaming:sink_tokens=2,recent_tokens=6", replace(KEYS, reallocate=True)])
 def test_an_additive_mask_is_served_by_sparq(attn: Any, mask: mx.array) -> None:
     """Test ALiBi for each head and for all heads, and a mask that hides a key."""
     model, embeddings = build(), mx.random.normal((1, 1, 64), key=mx.random.key(3))
@@ -169,7 +180,7 @@ def test_an_additive_mask_is_served_by_sparq(attn: Any, mask: mx.array) -> None:
         call(model, [prompt_of(PROMPT)], cache)
         with Call(plan_of(model), cache):
             outs.append(model.layers[0](embeddings, mask, cache[0]))
-        assert report.sparse_calls == (attn is EVERY)
-        assert report.dense_calls[reasons.ARRAY_MASK] == (attn is not EVERY)
+        assert report.sparse_calls == (attn is KEYS)
+        assert report.dense_calls[reasons.ARRAY_MASK] == (attn is not KEYS)
     call(model, [prompt_of(PROMPT)], dense)
     assert close(outs[0], model.layers[0](embeddings, mask, dense[0]))

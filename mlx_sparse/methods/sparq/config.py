@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
-from ...checks import check_choice, check_int, check_rank
+from ...checks import ConfigError, check_choice, check_int, check_rank
 from ...core import stats
 from ...core.base import Method, Step
 from ...core.cost import ENOUGH_SAVED
 from ...core.decide import NEVER
-from .scoring_keys import KEY_BITS
+from .scoring_keys import KEY_BITS, Projection
 
 
 class Selection(NamedTuple):
@@ -26,6 +26,8 @@ class Selection(NamedTuple):
         left_padding: ``(B,)`` int, index of the first valid key of each sequence.
         keys_t: ``(B, Hkv, D, S)`` component-major keys or `KeyCodes`.
         bias: ``(B, Hq, 1, S)`` numbers that are added to the logits (sparq.25).
+        projection: projection of queries and latents onto ``rank`` components for ``component_score="low_rank"``. Then
+            ``keys_t`` has the `KeyCodes` of projected latents.
     """
 
     rank: int
@@ -36,6 +38,7 @@ class Selection(NamedTuple):
     left_padding: Any = None
     keys_t: Any = None
     bias: Any = None
+    projection: Projection | None = None
 
 
 # By default, a step attends to at least `FEWEST_KEYS` keys and about 1 of `KEYS_SHARE` keys (docs/results/quality.md).
@@ -50,7 +53,7 @@ class SparQ(Method):
     of the paper, ``preset=paper``, and takes another preset as ``**SparQ.preset(NAME)`` (docs/spec/sparq.md).
 
     Attributes:
-        rank: number r of query components used to score each key, 1..D.
+        rank: number r of query components used to score each key, 1..D; the smallest r for "low_rank".
         top_k: number of attended keys per KV head, including the local window. "auto" grows with the context: it is the
             largest power of two that is at most 1/16 of the keys, but at least 128. An exported file has 128.
         local_window: number of last valid keys that are always attended to, 0..top_k; None means ``top_k // 4``.
@@ -60,7 +63,8 @@ class SparQ(Method):
         component_score: rank components by |q| ("query", as in the paper) or by |q| times the standard deviation of the
             keys ("query_key"). "auto" is "query_key" for models with q/k-norm, because their channels have learned
             scales, and for grouped query heads with quantized scoring keys. Otherwise "auto" is "query".
-            With multi-head latent attention, "auto" leaves decode steps dense.
+            "low_rank" scores the latents of multi-head latent attention with a projection (docs/spec/low_rank.md). With
+            such latents, "auto" leaves decode steps dense.
         key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4. An int4 copy of the keys
             needs about a quarter of the transfers and memory of a 16-bit copy (docs/spec/sparq.md).
             docs/results/quality.md reports the loss of quality.
@@ -105,9 +109,12 @@ class SparQ(Method):
             check_int("top_k", self.top_k, 1)
         super().__post_init__()
         check_choice("reallocate", self.reallocate, ("auto", True, False))
-        check_choice("component_score", self.component_score, ("auto", "query", "query_key"))
+        check_choice("component_score", self.component_score, ("auto", "query", "query_key", "low_rank"))
         check_choice("key_bits", self.key_bits, KEY_BITS)
         check_choice("score", self.score, ("rows", "copy"))
+        if self.component_score == "low_rank" and (self.key_bits != 4 or self.reallocate is True):
+            got = f"key_bits={self.key_bits}, reallocate={self.reallocate}"
+            raise ConfigError(f"component_score: expected low_rank with key_bits=4 and without reallocate, got {got}.")
 
     @classmethod
     def preset(cls, name: str, *, qk_norm: bool = False, grouped: bool = True) -> dict[str, Any]:
@@ -123,13 +130,26 @@ class SparQ(Method):
     def for_model(self, *, qk_norm: bool, grouped: bool = True) -> SparQ:
         auto = "query_key" if qk_norm or (self.key_bits < 16 and grouped) else "query"
         score = auto if self.component_score == "auto" else self.component_score
-        mixes = False if score == "query_key" and self.reallocate == "auto" else self.reallocate
+        mixes = False if score != "query" and self.reallocate == "auto" else self.reallocate
         return dataclasses.replace(self, component_score=score, reallocate=mixes)
 
     @property
     def serves_latents(self) -> bool:
         # The quality with MLA was measured on a converted model only, so the user must name a rule.
         return self.component_score != "auto"
+
+    @property
+    def scores_latents(self) -> bool:
+        return self.component_score == "low_rank"
+
+    @property
+    def measurable(self) -> bool:
+        return super().measurable and not self.scores_latents  # a timed layer has random latents of full rank
+
+    def layer_arguments(self, attention: Any) -> dict[str, Any]:
+        from .low_rank import query_covariance  # imports MLX
+
+        return {"query_covariance": functools.partial(query_covariance, attention)} if self.scores_latents else {}
 
     def for_bias(self) -> SparQ | None:
         # The running mean of the values includes the keys that a bias hides.

@@ -8,12 +8,14 @@ import mlx.core as mx
 import numpy as np
 
 from ...core import native_call
+from ...core.attend.cpu import attend_indices
 from ...core.native_call import attend, fill
 from .config import Selection
 from .ops import code_keys as code_keys
 from .ops import deviation as deviation
 from .ops import key_spread as key_spread
 from .ops import masked_mean as masked_mean
+from .ops import sparq_select
 from .scoring_keys import KeyCodes
 
 
@@ -35,6 +37,11 @@ def sparq_attention(
         parameters: the fields of `Selection`.
     """
     selection = Selection(**parameters)
+    if selection.projection is not None:
+        S = keys.shape[2] if length is None else length
+        indices, _, estimate = sparq_select(queries, keys[:, :, :S], selection)
+        given: dict[str, Any] = {"scale": selection.scale, "length": length, "bias": selection.bias}
+        return *attend_indices(queries, keys, values, indices, **given), estimate
     step = native_call.SparQ(selection.rank, selection.top_k, selection.local_window)
     if isinstance(selection.keys_t, KeyCodes):
         scored, step.groups = selection.keys_t._asdict(), selection.keys_t.lo.shape[3]

@@ -22,6 +22,7 @@ from ...core.attend.ops import (
 )
 from ...core.packed_rows import Rows
 from .config import Selection
+from .low_rank import project
 from .scoring_keys import CODE_BITS, GROUP, LARGEST, LARGEST_CODE, WORDS, KeyCodes
 
 
@@ -32,6 +33,9 @@ def sparq_logits(queries: mx.array, keys: Rows, selection: Selection) -> mx.arra
     case, a quantized KV cache is dequantized unless ``rank`` is D.
     """
     rank, keys_t = selection.rank, selection.keys_t
+    if selection.projection is not None:
+        queries, keys = project(selection.projection, queries, keys)
+        keys = keys if isinstance(keys_t, KeyCodes) else keys[:]
     B = queries.shape[0]
     Hkv, D = keys.shape[1], keys.shape[3]
     q = group_queries(queries, Hkv)

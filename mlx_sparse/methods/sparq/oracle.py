@@ -13,7 +13,16 @@ import numpy.typing as npt
 from ...core.attend.oracle import add_bias, attend_indices, float64, softmax_lse, visible_keys
 from ...core.select.oracle import ranked, top_k_select, valid_keys
 from .config import Selection
-from .scoring_keys import GROUP, LARGEST, LARGEST_CODE, KeyCodes
+from .scoring_keys import (
+    CAPTURED,
+    FITTED_ROWS,
+    GROUP,
+    LARGEST,
+    LARGEST_CODE,
+    RIDGE,
+    KeyCodes,
+    Projection,
+)
 
 Array = np.ndarray
 
@@ -40,14 +49,16 @@ def sparq_select(queries: npt.ArrayLike, keys: npt.ArrayLike, selection: Selecti
     An array as ``selection.keys_t`` repeats the data of ``keys``, so it is not read.
     """
     q, k = float64(queries), float64(keys)
-    B, Hq, _, D = q.shape
+    B, Hq, _, _ = q.shape
     _, Hkv, S, _ = k.shape
     G, padding, std = Hq // Hkv, selection.left_padding, selection.component_weight
     valid = valid_keys(B, S, padding)
     k = np.where(valid[:, None, :, None], k, 0.0)
+    grouped = q.reshape(B, Hkv, G, -1)
+    if selection.projection is not None:  # (low_rank.3)
+        grouped, k = grouped @ selection.projection.queries, k @ selection.projection.keys
     if isinstance(selection.keys_t, KeyCodes):
         k = approximate_keys(k, selection.keys_t, padding)  # (sparq.21)
-    grouped = q.reshape(B, Hkv, G, D)
 
     # (sparq.1) one score per component, shared by the group
     component = np.abs(grouped).sum(axis=2)
@@ -183,6 +194,43 @@ def key_spread(coded: KeyCodes, keys: npt.ArrayLike, left_padding: npt.ArrayLike
             variance = middle[b, :, :, :M].var(axis=-1) + (width[b, :, :, :M] ** 2).mean(axis=-1) / 16
             found[b] = np.sqrt(variance)
     return found
+
+
+def fit_low_rank(query_covariance: npt.ArrayLike, latents: npt.ArrayLike, rank: int) -> Projection:
+    """Fit the projection of one sequence from its valid ``latents (1, Hkv, n, D)``, (low_rank.1) to (low_rank.5).
+
+    Args:
+        query_covariance: ``C_q (D, D)``.
+        rank: smallest number of components.
+    """
+    rows = float64(latents)[:, :, :: max(1, -(-np.shape(latents)[2] // FITTED_ROWS))]
+    D = rows.shape[-1]
+    C_q = _regular(float64(query_covariance))
+    found = []
+    for head in rows[0]:
+        finite = head[np.isfinite(head).all(axis=-1)]
+        C_k = _regular(np.cov(finite, rowvar=False, bias=True).reshape(D, D) if len(finite) else np.zeros((D, D)))
+        (root_q, inverse_q), (root_k, inverse_k) = _roots(C_q), _roots(C_k)
+        U, S, Vt = np.linalg.svd(root_q @ root_k)  # (low_rank.2)
+        found.append((inverse_q @ U * np.sqrt(S), inverse_k @ Vt.T * np.sqrt(S), np.cumsum(S**2) / np.sum(S**2)))
+    queries, keys, shares = (np.stack(parts)[None] for parts in zip(*found, strict=True))
+    enough = (r for r in (rank, 2 * rank, 4 * rank) if r < D and shares[..., r - 1].min() >= CAPTURED)
+    r = next(enough, D)  # (low_rank.5)
+    return Projection(queries[..., :r], keys[..., :r], shares[..., r - 1])
+
+
+def _regular(covariance: Array) -> Array:
+    """Divide a covariance by its mean eigenvalue and add `RIDGE` (low_rank.1)."""
+    D = len(covariance)
+    mean = np.trace(covariance) / D
+    return covariance / mean + RIDGE * np.eye(D) if np.isfinite(mean) and mean > 0 else np.eye(D)
+
+
+def _roots(covariance: Array) -> tuple[Array, Array]:
+    """Return the symmetric square root of a matrix and the inverse of the root."""
+    values, vectors = np.linalg.eigh(covariance)
+    values = np.maximum(values, RIDGE)
+    return (vectors * np.sqrt(values)) @ vectors.T, (vectors / np.sqrt(values)) @ vectors.T
 
 
 def masked_mean(rows: npt.ArrayLike, left_padding: npt.ArrayLike | None, bias: npt.ArrayLike | None = None) -> Array:

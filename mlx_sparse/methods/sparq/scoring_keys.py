@@ -1,4 +1,4 @@
-"""Define the format of int4 scoring keys for any array library (docs/spec/sparq.md, sparq.17 to sparq.20)."""
+"""Define the formats of int4 scoring keys (docs/spec/sparq.md, sparq.17 to sparq.20) for any array library."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ CODE_BITS = 4
 LARGEST_CODE = 2**CODE_BITS - 1
 WORDS = GROUP * CODE_BITS // 32  # 32-bit words per component of a group
 LARGEST = 65504.0  # largest finite float16
+
+# Fit of a projection (docs/spec/low_rank.md)
+RIDGE = 1e-6  # part of the mean eigenvalue that is added to every eigenvalue of a covariance
+CAPTURED = 0.9  # smallest captured share of a rank
+FITTED_ROWS = 4096  # number of latents of a sequence that the fit reads
 
 
 class KeyCodes(NamedTuple):
@@ -34,6 +39,19 @@ class KeyCodes(NamedTuple):
     def nbytes(self) -> int:
         """Total size of the arrays in bytes."""
         return sum(int(array.nbytes) for array in self)
+
+
+class Projection(NamedTuple):
+    """Projections of queries and latents onto r components, for ``component_score="low_rank"`` (docs/spec/low_rank.md).
+
+    Attributes:
+        queries, keys: ``(B, Hkv, D, r)``, one projection per sequence.
+        share: NumPy ``(B, Hkv)``, captured share of the r components.
+    """
+
+    queries: Any
+    keys: Any
+    share: Any
 
 
 def check_keys_t(keys_t: Any, sizes: Sizes, key_bits: int) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ...cache.state import Read, State
+from ...cache.state import Cache, Read, State
 from ...core.packed_rows import PackedRows, Rows
 from .config import SparQ
+from .low_rank import Array, ProjectedRows, fit, stack
 from .ops import code_groups, key_spread
 from .running_statistics import RunningStatistics
-from .scoring_keys import GROUP, WORDS, KeyCodes
+from .scoring_keys import GROUP, WORDS, KeyCodes, Projection
 
 if TYPE_CHECKING:
     from ...cache.sparse_cache import SparseCache
@@ -28,11 +30,17 @@ QUANTIZED_ROWS = 2048
 class SparQState(State):
     """SparQ's scoring keys and running statistics, which can be rebuilt from keys and values.
 
+    Only projections follow the sequences of a batch, because a fit takes longer than new scoring keys. A trim of more
+    than half of the rows removes the projections, and the next decode step fits the rows that it has.
+
     Attributes:
         columns: component-major keys; None unless the last decode step used ``key_bits=16``.
         codes: quantized scoring keys; None unless the last decode step used ``key_bits=4``.
         keys, values: running statistics of the keys and the values; None before the first decode step that needs
             them.
+        projections: projection of each sequence, or None before its fit (``component_score="low_rank"``).
+        projection: ``projections`` as one batch, whose scoring keys are in ``codes``; None if ``codes`` has keys.
+        fitted_rows: number of rows at the last change of ``projections``.
     """
 
     def __init__(self) -> None:
@@ -40,20 +48,60 @@ class SparQState(State):
         self.codes: Codes | None = None
         self.keys: RunningStatistics | None = None
         self.values: RunningStatistics | None = None
-        self._parts: list[Columns | Codes | RunningStatistics] = []
+        self.projections: list[Projection | None] = []
+        self.projection: Projection | None = None
+        self.fitted_rows = 0
+
+    @property
+    def _parts(self) -> list[Any]:
+        return [part for part in (self.columns, self.codes, self.keys, self.values) if part is not None]
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts)
+        projected = [] if self.projection is None else [self.projection.queries, self.projection.keys]
+        return sum(int(part.nbytes) for part in (*self._parts, *projected))
 
     def rewind(self, length: int) -> None:
+        if 2 * length < self.fitted_rows:
+            self.projections, self.projection, self.codes, self.fitted_rows = [], None, None, 0
         for part in self._parts:
             part.rewind(length)
 
-    def bind(self, cache: SparseCache, config: SparQ, G: int, *, whole: bool) -> Read:
+    def filter(self, sequences: list[int], length: int, start: int) -> State | None:
+        return _with_projections([self.projections[i] for i in sequences] if self.projections else [], length - start)
+
+    def extract(self, sequence: int, length: int, start: int) -> State | None:
+        return self.filter([sequence], length, start)
+
+    def roll(self, padding: mx.array | None, length: int) -> State | None:
+        return _with_projections(self.projections, length)
+
+    def join(self, cache: Cache, theirs: State | None, other: Cache) -> State | None:
+        return self.merge([(self, cache), (theirs, other)])
+
+    @classmethod
+    def merge(cls, parts: Sequence[tuple[Any, Cache]]) -> State | None:
+        projections: list[Projection | None] = []
+        for state, cache in parts:
+            projections += (state and state.projections) or [None] * len(cache.first_rows())
+        return _with_projections(projections, max(cache.length for _, cache in parts))
+
+    def bind(
+        self,
+        cache: SparseCache,
+        config: SparQ,
+        G: int,
+        *,
+        whole: bool,
+        query_covariance: Callable[[], Array] | None = None,
+    ) -> Read:
+        """See `State.bind`. ``query_covariance`` computes ``C_q (D, D)`` of a layer with latents (low_rank.1)."""
         weighted = config.component_score == "query_key"
         if config.scores_rows(packed=isinstance(cache.key_rows, PackedRows)):
             score = self._bind_rows(cache.key_rows.shape[3])
+        elif config.component_score == "low_rank":
+            assert query_covariance is not None
+            score = self._bind_projected(query_covariance, config.rank)
         elif config.key_bits == 16:
             score = self._bind_columns(cache, weighted=weighted, whole=whole)
         else:
@@ -61,8 +109,6 @@ class SparQState(State):
         if config.reallocates(G):
             self.values = self.values or RunningStatistics(cache.padding, spread=False)
         values = self.values if config.reallocates(G) else None
-        parts = (self.columns, self.codes, self.keys, self.values)
-        self._parts = [part for part in parts if part is not None]
         if values is None:
             return score
 
@@ -94,8 +140,8 @@ class SparQState(State):
         return read
 
     def _bind_codes(self, cache: SparseCache, *, weighted: bool, whole: bool) -> Read:
-        if self.codes is None:
-            self.columns = self.keys = None
+        if self.codes is None or self.projection is not None:
+            self.columns = self.keys = self.projection = None
             self.codes = Codes(cache.padding, cache.first_rows())
         codes = self.codes
 
@@ -106,6 +152,37 @@ class SparQState(State):
             return {"keys_t": codes.read(keys, whole=whole), "component_weight": weight, "value_mean": None}
 
         return read
+
+    def _bind_projected(self, query_covariance: Callable[[], Array], rank: int) -> Read:
+        self.columns = self.keys = None
+
+        def read(cache: SparseCache, S: int) -> dict[str, object]:
+            if self.projection is None:
+                first_rows = cache.first_rows()
+                known = self.projections or [None] * len(first_rows)
+                C_q = query_covariance()
+                fitted = [
+                    own or fit(C_q, cache.key_rows[b : b + 1, :, first:S], rank)
+                    for b, (own, first) in enumerate(zip(known, first_rows, strict=True))
+                ]
+                self.projections, self.projection, self.fitted_rows = [*fitted], stack(fitted), S
+                self.codes = Codes(cache.padding, first_rows)
+            assert self.codes is not None
+            rows: Any = ProjectedRows(cache.key_rows, self.projection.keys)
+            self.codes.extend(rows, S)
+            found = {"keys_t": self.codes.read(rows, whole=False), "projection": self.projection}
+            return found | {"rank": rows.shape[3], "component_weight": None, "value_mean": None}
+
+        return read
+
+
+def _with_projections(projections: list[Projection | None], rows: int) -> SparQState | None:
+    """Return a new state with only ``projections``, or None if no sequence has a projection."""
+    if not any(projections):
+        return None
+    state = SparQState()
+    state.projections, state.fitted_rows = projections, rows
+    return state
 
 
 class Columns:
