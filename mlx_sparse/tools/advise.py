@@ -325,7 +325,7 @@ def _for_latents(method: str) -> str:
     (config,) = parse(method)
     if getattr(config, "component_score", "") != "auto":
         return method
-    return f"{method}{',' if ':' in method else ':'}component_score=query_key"
+    return f"{method}{',' if ':' in method else ':'}component_score=low_rank"
 
 
 def _candidates(model: nn.Module, methods: Sequence[str]) -> tuple[list[Candidate], list[str]]:

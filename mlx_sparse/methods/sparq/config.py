@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -260,4 +261,3 @@ def _list_bytes(S: int) -> int:
     Up to 8,192 keys are one tile. Each tile of a longer context has its own list (scripts/traffic.py counts them).
     """
     return 8 if S <= 8192 else 16 * -(-S // 4096) + 24
-

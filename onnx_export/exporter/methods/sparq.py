@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import mlx.core as mx
 
 import mlx_sparse
-from mlx_sparse.checks import check_local_window, check_rank
+from mlx_sparse.checks import check_choice, check_local_window, check_rank
 from mlx_sparse.methods import SparQ
 from mlx_sparse.methods.sparq.scoring_keys import GROUP
 
@@ -35,6 +35,7 @@ class SparQDecoding(Decoding):
         attention = model.layers[0].self_attn
         G, D = attention.n_heads // attention.n_kv_heads, head_dim(attention)
         check_rank(config.rank, D)
+        check_choice("component_score", config.component_score, ("auto", "query", "query_key"))
         resolved = config.for_model(qk_norm="q_norm" in attention, grouped=G > 1)
         method = dataclasses.replace(
             resolved,
