@@ -14,9 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import shlex
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,6 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from evidence import origin
 from mlx_lm.models import deepseek_v3
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import load
@@ -38,7 +36,6 @@ from mlx_sparse.methods.sparq.config import Selection
 from mlx_sparse.methods.sparq.ops import sparq_logits
 from mlx_sparse.methods.sparq.scoring_keys import KeyCodes, Projection
 from mlx_sparse.methods.sparq.state import Codes
-from mlx_sparse.tools import environment
 from mlx_sparse.tools.evaluate import texts
 from mlx_sparse.tools.evaluate.inputs import encode_texts
 from mlx_sparse.tools.evaluate.tasks.text import COPY_PROMPT, bits_per_byte, copying
@@ -160,13 +157,9 @@ def main() -> None:
         mla_stand_in.write(args.folder)
     model, tokenizer, *_ = load(str(args.folder))
     (tokens,) = encode_texts(tokenizer, texts.read(args.text))
-    head = ("git", "rev-parse", "--short=8", "HEAD")
-    versions = ", ".join(f"{package} {environment.version_of(package)}" for package in ("mlx", "mlx-lm"))
     about = {
         **{"model": "smollm2-135m-instruct as deepseek_v3", "context": args.context, "examples": args.texts},
-        **{"command": shlex.join(["python", *sys.argv])},
-        "commit": subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip(),
-        "machine": f"{environment.hardware()['chip']}, {os.cpu_count()} cores; {versions}",
+        **origin("mla.py", sys.argv[1:], "mlx", "mlx-lm"),
     }
     for task, results in measure(model, tokenizer, tokens, args.context, args.texts).items():
         for basis, method in results[0]:
