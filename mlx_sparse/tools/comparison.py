@@ -225,18 +225,19 @@ def compare(
         logprobs: dict[str, list[mx.array]] = {}
         report = None
         names = ["dense", attn] if registry.unavailable("cpu") else ["dense", NATIVE, attn]
-        for name in names * TURNS:
-            if name == attn:
-                report = enable(model, config, calibration=calibration)
-            elif name == NATIVE:
-                enable(model, Dense(), backend="cpu")
-            try:
-                with Bar(name, max_tokens, "tokens", console) as progress:
+        runs = names * TURNS
+        with Bar("answers", len(runs) * max_tokens, "tokens", console) as progress:
+            for name in runs:
+                if name == attn:
+                    report = enable(model, config, calibration=calibration)
+                elif name == NATIVE:
+                    enable(model, Dense(), backend="cpu")
+                try:
                     saved = load_prompt_cache(path)
                     found, logprobs[name] = decode(model, tokenizer, saved, last, max_tokens, progress.update)
                     answers.append(found)
-            finally:
-                disable(model)
+                finally:
+                    disable(model)
         for i, first in enumerate(answers[: len(names)]):
             later = [step for answer in answers[i :: len(names)] for step in answer.steps[1:]]
             answers[i] = dataclasses.replace(first, steps=[first.steps[0], *later])

@@ -72,5 +72,5 @@ class Bar:
     def _print(self) -> None:
         if self._name and not self._console.is_terminal:
             done = f"{self._done:,} of " if self._done else ""
-            seconds = time.monotonic() - self._start
-            self._console.print(f"{self._name}: {done}{self._total:,} {self._unit}, {seconds:.0f} s ...")
+            took = f", {time.monotonic() - self._start:.0f} s" if self._done else ""
+            self._console.print(f"{self._name}: {done}{self._total:,} {self._unit}{took} ...")
