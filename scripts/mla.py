@@ -164,9 +164,9 @@ def main() -> None:
     for task, results in measure(model, tokenizer, tokens, args.context, args.texts).items():
         for basis, method in results[0]:
             rows = np.stack([np.atleast_1d(result[basis, method]) for result in results])
-            sems = rows.std(axis=0, ddof=1) / math.sqrt(len(rows))
+            errors = rows.std(axis=0, ddof=1) / math.sqrt(len(rows))
             names = [f"recall-at-{k}" for k in TOP_KS] if task != "fit" else ["captured_share"]
-            for metric, mean, sem in zip(names, rows.mean(axis=0), sems, strict=True):
+            for metric, mean, sem in zip(names, rows.mean(axis=0), errors, strict=True):
                 short = method.replace(":rank=", "-")
                 key = f"mla/smollm2/{task}/{args.context // 1024}k/{basis}/{short}/{metric}"
                 found = {"task": task, "basis": basis, "method": method, "metric": metric}
