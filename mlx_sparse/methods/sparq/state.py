@@ -53,19 +53,17 @@ class SparQState(State):
         self.fitted_rows = 0
 
     @property
-    def _parts(self) -> list[Any]:
-        return [part for part in (self.columns, self.codes, self.keys, self.values) if part is not None]
-
-    @property
     def nbytes(self) -> int:
         projected = [] if self.projection is None else [self.projection.queries, self.projection.keys]
-        return sum(int(part.nbytes) for part in (*self._parts, *projected))
+        parts: list[Any] = [self.columns, self.codes, self.keys, self.values, *projected]
+        return sum(int(part.nbytes) for part in parts if part is not None)
 
     def rewind(self, length: int) -> None:
         if 2 * length < self.fitted_rows:
             self.projections, self.projection, self.codes, self.fitted_rows = [], None, None, 0
-        for part in self._parts:
-            part.rewind(length)
+        for part in (self.columns, self.codes, self.keys, self.values):
+            if part is not None:
+                part.rewind(length)
 
     def filter(self, sequences: list[int], length: int, start: int) -> State | None:
         return _with_projections([self.projections[i] for i in sequences] if self.projections else [], length - start)

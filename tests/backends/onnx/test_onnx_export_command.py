@@ -135,7 +135,7 @@ def test_default_files_become_sparse_within_their_default_length(
 ) -> None:
     folder = described({"sizes": {"head_dim": 64}, "config": {"max_position_embeddings": 131_072}}, tmp_path / "model")
     said = run(folder, *options)
-    assert f": sparq:local_window=32,{method}, 16384 tokens, " in said
+    assert f": sparq:top_k=128,local_window=32,{method}, 16384 tokens, " in said
     assert "All decode steps are dense" not in said
 
 
