@@ -90,7 +90,7 @@ def select(query: mx.array, keys: mx.array, scale: float, qk_norm: bool) -> tupl
     best, found = None, []
     for method in methods(D):
         text, _, temperature = method.replace("random_projection", "sparq").partition(";temperature=")
-        config: Any = parse(text)[0].for_model(qk_norm=qk_norm, grouped=query.shape[1] > Hkv)
+        config: Any = parse(text)[0].at(keys.shape[2]).for_model(qk_norm=qk_norm, grouped=query.shape[1] > Hkv)
         window = config.top_k // 4 if config.local_window is None else config.local_window
         wide = scale * math.sqrt(D / config.rank)
         if method.startswith("random"):

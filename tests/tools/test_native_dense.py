@@ -80,7 +80,7 @@ def evaluate_prompt(folder: Path) -> None:
 
 def tune(folder: Path) -> None:
     journal: Journal[Trial] = Journal(None, "", "", Trial)
-    Search(build(), WordTokenizer(), TOKENS, journal, Namespace(prefill_step_size=64))._try(None, PASSAGE)
+    Search(build(), WordTokenizer(), TOKENS, journal, Namespace(prefill_step_size=64), [])._try(None, PASSAGE)
 
 
 def train(folder: Path) -> None:
