@@ -243,13 +243,13 @@ class SparqStep(DenseStep):
     def __init__(self, case: Case, caches: Caches, config: Any) -> None:
         super().__init__(case, caches, None, config)
         self.row.details["bytes_formula"] = int(case.rows * case.item * config.elements(case.S, case.shape.D))
-        found = config.parameters(case.shape.G)
+        found = config.at(case.S).parameters(case.shape.G)
         names = ("rank", "top_k", "local_window", "reallocate")
         # Select components by the paper's rule, because the other rule needs running statistics of a cache.
         self._settings = {name: found[name] for name in names} | {"key_bits": config.key_bits}
 
     def problem(self) -> Problem:
-        return planted_problem(self.case, self.config)
+        return planted_problem(self.case, self.config.at(self.case.S))
 
     def state(self, keys: torch.Tensor, values: torch.Tensor) -> Any:
         coded = cuda_ref.code_keys(keys) if self.config.key_bits < 16 else keys.transpose(2, 3).contiguous()

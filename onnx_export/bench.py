@@ -198,7 +198,7 @@ class OrtStep(OrtVariant):
             # Every 64th step also quantizes a group. If the step at S is such a step, time an earlier step.
             early = self._coded and case.S % GROUP == 0
             self._problem = inputs.planted_problem(replace(case, S=case.S - GROUP // 2) if early else case, config)
-            self.row.details["bytes_formula"] = int(case.rows * case.item * config.elements(case.S, D))
+            self.row.details["bytes_formula"] = int(case.rows * case.item * config.at(0).elements(case.S, D))
             found = config.parameters(case.shape.G)
             own = {name: found[name] for name in ("rank", "top_k", "local_window")} | {"component_score": 0}
             own |= {"reallocate": int(found["reallocate"]), "dense_below": 0}  # dense_below=0: sparse at every length

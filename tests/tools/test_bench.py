@@ -293,6 +293,11 @@ def test_decode_steps_of_every_method_are_correct_and_timed(dtype: str) -> None:
         )
 
 
+def test_a_step_that_attends_to_more_than_the_fewest_keys_is_correct() -> None:
+    (row,) = rows_of("step", *SMALL, "--lengths", "4k", "--attn", "sparq")
+    assert (row["failed"], row["note"]) == (False, None)
+
+
 def test_quantized_kv_caches_are_timed() -> None:
     sizes = "--shapes 4x2x64 --lengths 300 --repeat 2 --kv-bits 4,8"
     rows = rows_of("step", *sizes.split(), "--attn", "sparq,sparq:score=copy")

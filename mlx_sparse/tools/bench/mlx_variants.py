@@ -234,7 +234,11 @@ class MlxStep(MlxVariant):
         return problem.wrong(out)
 
     def problem(self) -> Problem:
-        return random_problem(self.case) if self.config is None else planted_problem(self.case, self.config)
+        return (
+            random_problem(self.case)
+            if self.config is None
+            else planted_problem(self.case, self.config.at(self.case.S))
+        )
 
     def batch(self, array: np.ndarray) -> mx.array:
         """Convert an array of a problem to MLX, and repeat it for each sequence of the batch."""
