@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Measure the attention recall of selected latents in a model that was converted to MLA.
 
-python scripts/mla.py FOLDER [--context 2048] [--texts 20] >> docs/results/mla.jsonl
+python scripts/mla.py [--context 2048] [--texts 20] > docs/results/mla.jsonl
 
-FOLDER is the model of `tests/testing/mla_stand_in.py`, which is written if there is none. Each text has two tasks, to
-continue the text and to copy a part of it. The script prints a row of JSON for each task, basis, method and number of
-keys. The rotated basis is a random rotation of the latents, the absorbed queries and C_q. All selections include the
-exact RoPE scores. There is no local window.
+The model is that of `tests/testing/mla_stand_in.py`. Each text has two tasks, to continue the text and to copy a part
+of it. The script prints a row of JSON for each task, basis, method and number of keys. The rotated basis is a random
+rotation of the latents, the absorbed queries and C_q. All selections include the exact RoPE scores. There is no local
+window.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,15 +148,13 @@ def _prefill(model: Any, tokens: list[int], caches: list[Any]) -> None:
 def main() -> None:
     """Print a row of JSON for each number."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the converted model")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt (default: 2048)")
     parser.add_argument("--texts", type=int, default=20, help="number of texts (default: 20)")
     parser.add_argument("--text", nargs="+", default=["novels"], help="names or files (default: novels)")
     args = parser.parse_args()
     blas.load(cache_directory())
-    if not args.folder.exists():
-        mla_stand_in.write(args.folder)
-    model, tokenizer, *_ = load(str(args.folder))
+    with tempfile.TemporaryDirectory() as folder:
+        model, tokenizer, *_ = load(str(mla_stand_in.write(Path(folder) / "model")))
     (tokens,) = encode_texts(tokenizer, texts.read(args.text))
     about = {
         **{"model": "smollm2-135m-instruct as deepseek_v3", "context": args.context, "examples": args.texts},

@@ -291,6 +291,17 @@ def is_padding_mask(mask: Mask, caches: Iterable[object]) -> bool:
     return any(isinstance(cache, SparseBatch) and _is_mask_of(cache, mask) for cache in caches)
 
 
+def as_bias(mask: Mask, queries: mx.array, S: int) -> mx.array | None:
+    """Return the mask of a decode step as a bias ``(B, Hq, 1, S)``, or None if it is no additive mask."""
+    if not isinstance(mask, mx.array) or not mx.issubdtype(mask.dtype, mx.floating):
+        return None
+    shape = (*queries.shape[:3], S)
+    if mask.shape == shape:
+        return mask
+    fits = mask.ndim <= 4 and all(n in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1], strict=False))
+    return mx.broadcast_to(mask, shape) if fits and mask.shape[-1] == S else None
+
+
 def _is_mask_of(cache: SparseBatch, mask: Any) -> bool:
     """Return True if ``mask`` is the padding mask of ``cache``, or a full slice of the padding mask.
 

@@ -206,11 +206,11 @@ class SparseCache:
 
         ``layer`` has arguments for `State.bind` that depend on the layer.
 
-        Call `Method.for_model` first to replace "auto" values. The function is valid until the next call of `bind`, and
-        until `layer_plan` becomes None.
+        Call `Method.for_model` first to replace "auto" values. The function is valid until the next call of `bind`,
+        until `layer_plan` becomes None, and until the length reaches a power of two (`Method.at`).
         """
         self.layer_plan = None
-        function, size, parameters = registry.load(config.name, backend), 0, {}
+        function, parameters = registry.load(config.name, backend), config.at(self.length).parameters(G)
         state, whole = self.state_of(config.name), backend in registry.WHOLE_BUFFERS
         read = None if state is None else state.bind(self, config, G, whole=whole, **layer)
         keep, padding = None if state is None else state.keep, self.padding
@@ -223,9 +223,6 @@ class SparseCache:
             hooks: object = None,
             bias: mx.array | None = None,
         ) -> Attended:
-            nonlocal size, parameters
-            if size != S.bit_length():
-                size, parameters = S.bit_length(), config.at(S).parameters(G)
             given = parameters if read is None else parameters | read(cache, S)
             if bias is not None:
                 given = given | {"bias": bias}

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx import nn
 
 from ..api.call_report import Counts
-from ..cache.kv_cache import SPARSE_CLASSES, Mask, SparseBatch, SparseQuantized, adopt, is_padding_mask
+from ..cache.kv_cache import SPARSE_CLASSES, Mask, SparseBatch, SparseQuantized, adopt, as_bias, is_padding_mask
 from ..cache.sparse_cache import SparseCache
 from ..core import reasons, registry
 from ..core.decide import Facts, chunk_refusal, refusal
@@ -412,17 +412,6 @@ class Call:
     def layer_index(self, cache: object) -> int:
         """Return the index of ``cache`` among the model's caches, or -1 if the model does not use ``cache``."""
         return next((index for index, own in enumerate(self.caches) if own is cache), -1)
-
-
-def as_bias(mask: Mask, queries: mx.array, S: int) -> mx.array | None:
-    """Return the mask of a decode step as a bias ``(B, Hq, 1, S)``, or None if it is no additive mask."""
-    if not isinstance(mask, mx.array) or not mx.issubdtype(mask.dtype, mx.floating):
-        return None
-    shape = (*queries.shape[:3], S)
-    if mask.shape == shape:
-        return mask
-    fits = mask.ndim <= 4 and all(n in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1], strict=False))
-    return mx.broadcast_to(mask, shape) if fits and mask.shape[-1] == S else None
 
 
 def under_plan(cls: type[nn.Module]) -> Callable[..., object]:

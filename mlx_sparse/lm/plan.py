@@ -191,10 +191,11 @@ class Plan:
         decision = decide(config, replace(facts, estimate=estimate, measured_at=measured_at), lengths)
         heads = keys.shape[0] * keys.shape[1]
         G = facts.G
-        step_bytes = partial(cache.step_bytes, config) if hooks is None else partial(hooks.step_bytes, cache)
+        now = config.at(S)
+        step_bytes = partial(cache.step_bytes, now) if hooks is None else partial(hooks.step_bytes, cache)
         moved, later = (step_bytes(position, G, backend) // heads for position in (S, S + SPAN))
         per_key = (later - moved) / SPAN
-        bound = config.for_bias() if facts.bias else config
+        bound = now.for_bias() if facts.bias else now
         assert bound is not None
         given: dict[str, Any] = {}
         if bound.scores_latents:  # layers run in the order of their caches
@@ -207,7 +208,7 @@ class Plan:
             index,
             queries.shape,
             start=padding + decision.start,
-            stop=padding + decision.stop,
+            stop=min(padding + decision.stop, 1 << S.bit_length()),  # `Method.at` is the same below a power of two
             reason=decision.reason,
             step=step,
             served=served,

@@ -10,7 +10,7 @@ from ...checks import ConfigError, check_int, check_sample, check_share
 from ...core import reasons
 from ...core.base import Prefill, Step, read_value
 from ...core.blocks.layout import Layout
-from ...core.cost import SAMPLE_DENSE_ABOVE, SAMPLE_DENSE_BELOW, SAMPLE_SHARE
+from ...core.cost import SAMPLE_DENSE_ABOVE, SAMPLE_DENSE_BELOW, SAMPLE_SHARE, SAMPLE_TUNED_BELOW
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sample(Prefill):
         alpha_slash: share of the sample's attention that the selected diagonals must cover; above 0, at most 1.
         chunks: number of regions per prefill chunk, each with its own sample of queries.
         dense_below: context length in keys below which attention stays dense, and no queries are sampled. "auto" is
-            `SAMPLE_DENSE_BELOW`.
+            `SAMPLE_DENSE_BELOW`, or `SAMPLE_TUNED_BELOW` with ``ranges``.
         dense_above: density of the selected blocks above which attention stays dense. "auto" is the density that was
             measured on this machine (`mlx-sparse calibrate`), and `SAMPLE_DENSE_ABOVE` before a measurement. If
             ``dense_below`` is a number, "auto" is 1, and the limit of `SAMPLE_SHARE` does not apply.
@@ -85,7 +85,9 @@ class Sample(Prefill):
         )
 
     def shortest_context(self, step: Step | None = None) -> int:
-        return SAMPLE_DENSE_BELOW if isinstance(self.dense_below, str) else self.dense_below
+        if isinstance(self.dense_below, str):
+            return SAMPLE_TUNED_BELOW if self.ranges else SAMPLE_DENSE_BELOW
+        return self.dense_below
 
     def layout(self, L: int, S: int) -> Layout:
         return Layout(L, S, self.chunks, self.block_size)

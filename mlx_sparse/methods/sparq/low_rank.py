@@ -60,10 +60,10 @@ def query_covariance(attention: nn.Module) -> Array:
     embed = _weight(attention.embed_q)  # (H, D, nope)
     H, _, nope = embed.shape
     if hasattr(attention, "q_b_proj"):
-        project = _weight(attention.q_b_proj) * attention.q_a_layernorm.weight
+        weight = _weight(attention.q_b_proj) * attention.q_a_layernorm.weight
     else:
-        project = _weight(attention.q_proj)
-    inputs = project.reshape(H, -1, project.shape[1])[:, :nope]
+        weight = _weight(attention.q_proj)
+    inputs = weight.reshape(H, -1, weight.shape[1])[:, :nope]
     # W_h = embed_h inputs_h. This order multiplies the smallest matrices.
     found = embed @ (inputs @ inputs.swapaxes(-1, -2)) @ embed.swapaxes(-1, -2)
     return np.array(found.sum(axis=0), np.float64)

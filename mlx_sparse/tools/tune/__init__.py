@@ -147,9 +147,9 @@ def main(argv: Sequence[str]) -> int:
         write_toml(args.out, text)
         print(f"Wrote {args.out}; a run with more settings reuses {state}.", file=sys.stderr)
     if args.json:
-        print(json.dumps(as_dict(tuned, name)))
+        print(json.dumps(as_dict(tuned, args.prefer, name)))
     else:
-        print(table(tuned))
+        print(table(tuned, args.prefer))
         if args.out is None:
             print(f"\n{text}", end="")
     return 0

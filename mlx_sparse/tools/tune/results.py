@@ -121,14 +121,19 @@ def by_method(tuned: Sequence[Tuned]) -> dict[str, list[Tuned]]:
     return found
 
 
-def verdict(tuned: Sequence[Tuned]) -> str:
-    """Return a sentence that recommends the method with the least work, or dense attention."""
-    lossless = {name: ranges for name, ranges in by_method(tuned).items() if all(one.lossless for one in ranges)}
-    if not lossless:
-        return "Keep prefill dense: no method keeps the accuracy of dense attention at every length."
-    best = min(lossless, key=lambda name: mean(one.accuracy_first.work for one in lossless[name]))
-    work = mean(one.accuracy_first.work for one in lossless[best])
-    return f"Use --attn {best} with this file: the accuracy of dense attention with {work:.0%} of its work."
+def recommendation(tuned: Sequence[Tuned], prefer: str) -> str:
+    """Return a sentence that recommends the method whose preferred settings need the least work, or dense attention."""
+    share = 1.0 if prefer == "accuracy" else SPEED_FIRST_SHARE
+    goal = f"{share:.0%} of the accuracy of dense attention"
+    work = {
+        name: mean(one.preferred(prefer).work for one in ranges)
+        for name, ranges in by_method(tuned).items()
+        if all(one.preferred(prefer).accuracy >= share * one.dense.accuracy for one in ranges)
+    }
+    if not work:
+        return f"Keep prefill dense: no method keeps {goal} at every length."
+    best = min(work, key=lambda name: work[name])
+    return f"Use --attn {best} with this file: it keeps {goal}, with {work[best]:.0%} of the work."
 
 
 def toml(tuned: Sequence[Tuned], prefer: str, model: str) -> str:
@@ -137,7 +142,7 @@ def toml(tuned: Sequence[Tuned], prefer: str, model: str) -> str:
     The measurements are comments in the text. ``prefer`` is "accuracy" or "speed".
     """
     # JSON text has no line breaks, so the name cannot end the comment.
-    lines = [f"{FIRST_LINE} for {json.dumps(model)}: {prefer} first.", f"# {verdict(tuned)}"]
+    lines = [f"{FIRST_LINE} for {json.dumps(model)}: {prefer} first.", f"# {recommendation(tuned, prefer)}"]
     for name, ranges in by_method(tuned).items():
         configs: list[Any] = [found.preferred(prefer).config for found in ranges]
         lines += ["", f"[{name}]"]
@@ -175,8 +180,8 @@ def setting(row: Measured) -> str:
     return f"{config.name} {':'.join(f'{value:g}' for value in values)}"
 
 
-def table(tuned: Sequence[Tuned]) -> str:
-    """Return all measurements, the selected settings (a: accuracy first, s: speed first) and the verdict."""
+def table(tuned: Sequence[Tuned], prefer: str) -> str:
+    """Return all measurements, the selected settings (a: accuracy first, s: speed first) and the recommendation."""
     rows = []
     for found in tuned:
         for row in (found.dense, *found.measured):
@@ -189,17 +194,17 @@ def table(tuned: Sequence[Tuned]) -> str:
         "work = density + sampled / 2: multiply-adds relative to dense attention. Settings are ranked by work.",
         f"a: accuracy first. s: speed first, at least {SPEED_FIRST_SHARE:.0%} of dense attention's accuracy.",
         *(f"{one.method}, below {one.up_to:,} keys: {NOT_LOSSLESS}" for one in tuned if not one.lossless),
-        verdict(tuned),
+        recommendation(tuned, prefer),
     ]
     return f"{terminal.table(header, rows, 2)}\n\n{terminal.fill(*lines)}"
 
 
-def as_dict(tuned: Sequence[Tuned], model: str) -> dict[str, object]:
-    """Return all measurements, the selected settings and the verdict as a dict for JSON."""
+def as_dict(tuned: Sequence[Tuned], prefer: str, model: str) -> dict[str, object]:
+    """Return all measurements, the selected settings and the recommendation as a dict for JSON."""
     ranges = [
         {name: getattr(found, name) for name in ("method", "up_to", "lengths", "lossless")}
         | {name: getattr(found, name).as_dict() for name in ("dense", "accuracy_first", "speed_first")}
         | {"measured": [row.as_dict() for row in found.measured]}
         for found in tuned
     ]
-    return {"model": model, "verdict": verdict(tuned), "ranges": ranges}
+    return {"model": model, "recommendation": recommendation(tuned, prefer), "ranges": ranges}

@@ -8,7 +8,6 @@ import mlx.core as mx
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.core.cost import SAMPLE_DENSE_BELOW
 from mlx_sparse.methods import Sample
 
 SHORT_PROMPT, SHORT_BLOCK = 160, 32  # prompt length and block size of `shortened`, in tokens
@@ -27,7 +26,7 @@ def resolve(config: Sample, max_length: int) -> Sample:
             f"ranges: expected one setting for all contexts up to {max_length} tokens, which a file has, got "
             f"{len(found)}. Set alpha_column, alpha_slash and chunks instead."
         )
-    below = SAMPLE_DENSE_BELOW if config.dense_below == "auto" else config.dense_below
+    below = config.shortest_context()
     return dataclasses.replace(found.pop(), dense_below=below)
 
 

@@ -19,7 +19,7 @@ from mlx_sparse.onnx_export.exporter.methods import sample
 from mlx_sparse.onnx_export.exporter.verify import compare
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.core.cost import SAMPLE_DENSE_BELOW
+from mlx_sparse.core.cost import SAMPLE_DENSE_BELOW, SAMPLE_TUNED_BELOW
 from mlx_sparse.methods import Sample, parse
 
 pytestmark = pytest.mark.slow  # whole models
@@ -80,7 +80,7 @@ def test_ranges_need_one_setting_up_to_max_length() -> None:
     ranges = parse("sample:ranges=1000:0.9:0.8:3/2000:0.5:0.5:2")[0]
     assert isinstance(ranges, Sample)
     assert str(sample.resolve(ranges, 999)) == str(
-        Sample(alpha_column=0.9, alpha_slash=0.8, chunks=3, dense_below=SAMPLE_DENSE_BELOW)
+        Sample(alpha_column=0.9, alpha_slash=0.8, chunks=3, dense_below=SAMPLE_TUNED_BELOW)
     )
     with pytest.raises(ConfigError, match="ranges: expected one setting for all contexts up to 1000 tokens"):
         sample.resolve(ranges, 1000)

@@ -12,7 +12,7 @@ from json_tables import read_tables
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core.base import Method, Prefill
-from mlx_sparse.core.cost import SAMPLE_DENSE_ABOVE, SAMPLE_DENSE_BELOW
+from mlx_sparse.core.cost import SAMPLE_DENSE_ABOVE, SAMPLE_DENSE_BELOW, SAMPLE_TUNED_BELOW
 from mlx_sparse.methods import (
     METHODS,
     BigBird,
@@ -105,6 +105,7 @@ def test_ranges_are_tables_in_toml(tmp_path: Path) -> None:
 
 def test_sample_is_dense_below_the_default_context() -> None:
     assert Sample().shortest_context() == SAMPLE_DENSE_BELOW
+    assert TUNED.shortest_context() == SAMPLE_TUNED_BELOW < SAMPLE_DENSE_BELOW
     assert Sample(dense_below=7).shortest_context() == 7
 
 

@@ -25,7 +25,7 @@ from mlx_sparse.tools.evaluate.journal import FORMAT, Journal
 from mlx_sparse.tools.evaluate.runner import passage_logits
 from mlx_sparse.tools.formats import write_toml
 from mlx_sparse.tools.tune import Search, grids, group_by_range
-from mlx_sparse.tools.tune.results import FIRST_LINE, RETRIEVAL, Measured, Trial, Tuned, select, toml, verdict
+from mlx_sparse.tools.tune.results import FIRST_LINE, RETRIEVAL, Measured, Trial, Tuned, recommendation, select, toml
 
 pytestmark = pytest.mark.slow  # commands
 
@@ -135,15 +135,19 @@ def test_density_falls_with_the_share(tuned: list[Tuned]) -> None:
     assert 0 < few.density < many.density < 1
 
 
-def test_the_verdict_is_the_method_with_the_least_work_or_dense_attention() -> None:
+def test_the_recommendation_is_the_method_with_the_least_work_or_dense_attention() -> None:
     def result(config: Prefill, accuracy: float, density: float) -> Tuned:
         row = Measured(config, {"needle": accuracy, "copying": accuracy}, density, 0.1, 1.0)
         return Tuned(16384, (8192,), DENSE, [row], row, row)
 
     sample, gather = result(Sample(), 0.9, 0.6), result(Gather(), 0.9, 0.5)
-    assert verdict([sample, gather]).startswith("Use --attn gather with this file: ")
-    assert verdict([sample, result(Gather(), 0.8, 0.5)]).startswith("Use --attn sample with this file: ")
-    assert verdict([result(Sample(), 0.8, 0.5)]).startswith("Keep prefill dense: ")
+    for results, prefer, start in (
+        ([sample, gather], "accuracy", "Use --attn gather with this file: it keeps 100% of the accuracy"),
+        ([sample, result(Gather(), 0.85, 0.5)], "accuracy", "Use --attn sample with this file: "),
+        ([sample, result(Gather(), 0.85, 0.5)], "speed", "Use --attn gather with this file: it keeps 90% of the"),
+        ([result(Sample(), 0.85, 0.5)], "accuracy", "Keep prefill dense: "),
+    ):
+        assert recommendation(results, prefer).startswith(start)
 
 
 def test_the_file_has_the_largest_share_that_a_range_needs(tmp_path: Path) -> None:

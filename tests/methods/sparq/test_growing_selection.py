@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_caches import D, H, Rows, single
+from mlx_lm.generate import generate_step
+from tiny_caches import D, H, Rows, attend, single
+from tiny_models import BACKEND, build, prompt_of
 
+import mlx_sparse
 from mlx_sparse import oracle
 from mlx_sparse.methods import SparQ
 
+PAPER: dict[str, Any] = {"rank": 4, "component_score": "query", "reallocate": False, "key_bits": 16}
 
-@pytest.mark.parametrize("backend", ["ops", "cpu"])
-def test_steps_on_both_sides_of_a_doubling_equal_the_oracle(backend: str) -> None:
-    config = SparQ(rank=4, component_score="query", reallocate=False, key_bits=16)
+
+def test_steps_on_both_sides_of_a_doubling_equal_the_oracle() -> None:
     cache, rows = single(), Rows(1)
     cache.update_and_fetch(*rows(4095))
-    step = cache.bind(config, 2, backend)
     for S, top_k in ((4095, 128), (4096, 256), (4097, 256)):
-        queries = mx.random.normal((1, 2 * H, 1, D), key=mx.random.key(S))
-        out, *_ = step(queries, cache, S, D**-0.5)
+        out, _ = attend(cache, SparQ(**PAPER))
+        queries = np.array(mx.random.normal((1, 2 * H, 1, D), key=mx.random.key(7)))
         keys, values = (np.array(array[..., :S, :]) for array in (cache.keys, cache.values))
-        wanted = oracle.sparq_attention(np.array(queries), keys, values, rank=4, top_k=top_k, reallocate=False)
-        np.testing.assert_allclose(np.array(out), wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            np.array(out), oracle.sparq_attention(queries, keys, values, **PAPER, top_k=top_k), rtol=1e-4, atol=1e-5
+        )
         cache.update_and_fetch(*rows(1))
+
+
+def test_a_model_follows_the_context_while_it_generates() -> None:
+    model, prompt = build(), 4091
+    with mlx_sparse.sparse(model, "sparq:rank=4,dense_below=0") as report:
+        for _ in generate_step(mx.array(prompt_of(prompt)), model, max_tokens=9):
+            pass
+    steps = range(prompt, prompt + report.sparse_calls // 2)
+    assert 4096 in steps
+    config = SparQ(rank=4).for_model(qk_norm=False)
+    sizes: dict[str, Any] = {"itemsize": 4, "row_bytes": 64, "G": 2, "backend": BACKEND}
+    expected = 2 * 2 * sum(config.step_bytes(S, 16, **sizes) for S in steps)
+    assert report.modeled_bytes == pytest.approx(expected, rel=1e-5), "each step is rounded to bytes"
