@@ -116,5 +116,5 @@ class Decoder(Generation):
         for _ in range(self._tokens):
             token = int(self._runner.step([[token]])[0].argmax())
         seconds = self._clock() - start
-        self.speeds["generation"].append(self._tokens / seconds)
+        self.measured["generation"].append(self._tokens / seconds)
         return seconds

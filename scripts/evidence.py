@@ -134,7 +134,7 @@ def timed(page: str, file: Path, commit: str) -> Iterator[dict[str, Any]]:
         if found.get("kind") != "row" or found["failed"]:
             continue
         run, kind = found["run"], found["run"]["command"].split()[2]
-        model = f"{found['shape']} {found['dtype']}" if "shape" in found else "smollm2-135m-instruct"
+        model = f"{found['shape']} {found['dtype']}" if "shape" in found else run["model"]
         name = f"{found['method']} {found['backend']}"
         versions = ", ".join(f"{name} {run['machine'][name]}" for name in ("mlx", "mlx-lm"))
         about = {
@@ -147,8 +147,9 @@ def timed(page: str, file: Path, commit: str) -> Iterator[dict[str, Any]]:
         ways = found.get("dense_ways_us", {})
         times |= {f"dense_{way}_ms": value / 1000 for way, value in ways.items()}
         times |= {"native_gain": ways["mlx"] / ways["cpu"]} if {"mlx", "cpu"} <= set(ways) else {}
-        rates = ("ratio", "prompt", "prompt_ratio", "generation", "generation_ratio", "time_to_first_token")
-        for metric, mean in (times | {name: found[name] for name in rates if found.get(name) is not None}).items():
+        rates = [one for name in ("time_to_first_token", "prompt", "generation") for one in (name, f"{name}_ratio")]
+        others = {name: found[name] for name in ("ratio", *rates, "peak_memory") if found.get(name) is not None}
+        for metric, mean in (times | others).items():
             key = "/".join([page, kind, short(model), str(found["S"]), short(name), metric])
             limits = {end: found.get(f"{metric}_{end}") for end in ("low", "high")}
             yield {"key": key, **about, "metric": metric, "mean": mean, **limits}

@@ -92,12 +92,14 @@ class Decoded:
     """An answer that was decoded from a saved prompt cache.
 
     Attributes:
-        steps: time of each decode step in seconds. The first sparse step also builds the auxiliary cache state.
+        first: time to the first token in seconds, without the prefill.
+        steps: time of each later decode step in seconds. The first sparse step also builds the auxiliary cache state.
         peak_memory: peak memory in bytes, as reported by MLX.
     """
 
     text: str
     tokens: list[int]
+    first: float
     steps: list[float]
     peak_memory: int
 
@@ -309,5 +311,5 @@ def decode(
         times.append(time.perf_counter())
         logprobs.append(part.logprobs.astype(mx.float32))
         update(1)
-    steps = [after - before for before, after in pairwise(times)]
-    return Decoded(text, found, steps or [times[0] - start], mx.get_peak_memory()), logprobs
+    first, steps = times[0] - start, [after - before for before, after in pairwise(times)]
+    return Decoded(text, found, first, steps or [first], mx.get_peak_memory()), logprobs

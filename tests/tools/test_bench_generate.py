@@ -34,7 +34,7 @@ class Fake(Generation):
         return self.wrong
 
     def run(self, turn: int) -> float:
-        self.speeds["generation"].append(self.given[turn])
+        self.measured["generation"].append(self.given[turn])
         return 1.0
 
 
@@ -79,4 +79,6 @@ def test_real_answers_are_compared(tmp_path: Path, without_torch: Any, capsys: A
         main(["generate", *options, "--lengths", "500"])
     assert dense["report"] is None and 0 < sparse["report"]["sparse_bytes"] < sparse["report"]["dense_bytes"]
     assert all(row[name] > 0 for row in (dense, sparse) for name in ("prompt", "generation", "generation_ratio"))
+    assert all(row["time_to_first_token"] > 49 / row["prompt"] for row in (dense, sparse))  # prefill and one step
+    assert document["model"] == "llama"
     assert "processors" in document["load average"] and document["machine"]["mlx"]

@@ -36,6 +36,7 @@ ONNX = "mlx_sparse.onnx_export.bench_generate"  # imported by name, because mlx_
 RUNTIMES = ("mlx", "onnx")
 LENGTHS, MAX_TOKENS, REPEAT = "2k,4k", 32, 3
 DENSE = "dense"
+DIGITS = {"time_to_first_token": 2, "prompt": 1, "generation": 1}  # from a measured value to its decimal places
 PREFILL_CHUNK = 2048  # tokens of a prefill chunk, as in mlx_lm.generate
 
 
@@ -53,7 +54,8 @@ class Generation(Variant):
     """Benchmark variant that generates tokens from a prompt with one method.
 
     Attributes:
-        speeds: dict from the stage ("prompt" or "generation") to the speed in each turn, in tokens per second.
+        measured: dict from a name to its value in each turn: "time_to_first_token" in seconds, and the speeds of
+            "prompt" and "generation" in tokens per second.
         remark: a note on a correct result, or None.
     """
 
@@ -62,12 +64,12 @@ class Generation(Variant):
     def __init__(self, context: Context, method: str, backend: str, **details: object) -> None:
         self.case, self.role = context, "dense" if method == DENSE else "sparse"
         self.row = Row(context, method, backend, details, spreads={})
-        self.speeds: dict[str, list[float]] = {"prompt": [], "generation": []}
+        self.measured: dict[str, list[float]] = {name: [] for name in DIGITS}
 
     def finish(self, dense: Generation) -> None:
-        """Store in the row the speeds and their ratios to the speeds of ``dense`` in the same turns."""
-        for name, ours in ((name, speeds) for name, speeds in self.speeds.items() if speeds):
-            ratios = [own / other for own, other in zip(ours, dense.speeds[name], strict=True)]
+        """Store in the row the values and their ratios to the values of ``dense`` in the same turns."""
+        for name, ours in ((name, values) for name, values in self.measured.items() if values):
+            ratios = [own / other for own, other in zip(ours, dense.measured[name], strict=True)]
             self.row.spreads |= {name: Spread.of(ours), f"{name}_ratio": Spread.of(ratios)}
             self.row.turns, self.row.note = len(ours), self.remark
 
@@ -106,7 +108,12 @@ def run(args: argparse.Namespace) -> int:
         (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
         make = partial(variants_of, text=source.text)
     model = find_model(args.model, cache, args.accept_license)
-    facts: dict[str, object] = {"command": args.command, "date": date.today().isoformat(), "machine": where}
+    facts = {
+        "model": Path(args.model).name,
+        "command": args.command,
+        "date": date.today().isoformat(),
+        "machine": where,
+    }
     printer = formats.Printer(args, facts | {"load average": f"{load:.1f} before, {os.cpu_count()} processors"})
     rows = list[Row]()
     for variants in make(model, [DENSE, *methods], lengths, tokens):
@@ -120,8 +127,9 @@ def run(args: argparse.Namespace) -> int:
 def add_arguments(parser: Parser) -> None:
     """Add the description and the options of ``mlx-sparse bench generate``."""
     parser.description = (
-        "Generate from real text, alternately with dense attention and each method, and print the speeds of prefill "
-        "and generation with mlx-lm. With --runtime onnx, decode with the model as export-onnx writes it in float32."
+        "Generate from real text, alternately with dense attention and each method, and print the time to the first "
+        "token and the speeds of prefill and generation with mlx-lm. With --runtime onnx, decode with the model as "
+        "export-onnx writes it in float32."
     )
     add_model_options(parser)
     parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="library to time (default: mlx)")
@@ -188,7 +196,7 @@ class Answer(Generation):
             cache, start = make_prompt_cache(model), time.perf_counter()
             mx.reset_peak_memory()
             prefill(model, cache, self._prompt[:-1], math.inf, ignore, chunk=PREFILL_CHUNK)
-            self.speeds["prompt"].append((len(self._prompt) - 1) / (time.perf_counter() - start))
+            took = time.perf_counter() - start
             peak = mx.get_peak_memory()
             found, _ = decode(model, self._tokenizer, cache, self._prompt[-1:], self._most, ignore)
         finally:
@@ -197,7 +205,9 @@ class Answer(Generation):
         details["tokens"], self.tokens = len(found.tokens), found.tokens  # the same in every turn
         details["report"] = report and report.as_dict()
         self.remark = never_sparse(method, details["report"])
-        self.speeds["generation"].append(found.tokens_per_second)
+        values = (took + found.first, (len(self._prompt) - 1) / took, found.tokens_per_second)
+        for name, value in zip(DIGITS, values, strict=True):
+            self.measured[name].append(value)
         return found.tokens_per_second
 
     def finish(self, dense: Generation) -> None:
@@ -221,8 +231,8 @@ def never_sparse(method: str, report: Mapping[str, Any] | None) -> str | None:
     return f"no call of {' and '.join(never)} was sparse: {reasons}" if never else None
 
 
-SPEEDS = ("prefill, tokens/s", "speed-up", "generation, tokens/s", "speed-up")
-HEADER = ("prompt", "method", "backend", *SPEEDS, "note")
+VALUES = ("first token, s", "prefill, tokens/s", "generation, tokens/s")
+HEADER = ("prompt", "method", "backend", *(name for value in VALUES for name in (value, "ratio")), "note")
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -230,8 +240,8 @@ def table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         found, about = row.details, row.note or ""
-        digits = {"prompt": 1, "prompt_ratio": 2, "generation": 1, "generation_ratio": 2}
-        cells = [spread.text(n) if (spread := row.spreads.get(name)) else "" for name, n in digits.items()]
+        digits = [one for name, n in DIGITS.items() for one in ((name, n), (f"{name}_ratio", 2))]
+        cells = [spread.text(n) if (spread := row.spreads.get(name)) else "" for name, n in digits]
         if not about and "as_dense" in found:
             same = "all" if found["as_dense"] else f"the first {found['same_tokens']} of {found['tokens']}"
             about = f"tokens as dense: {same}; {found['peak_memory']:.2f} GB"
