@@ -23,6 +23,7 @@ from ...checks import ConfigError, Parser, check_int, read_length
 from ...files import cache_directory
 from ...methods import parse, split_methods
 from .. import formats
+from ..assets import models
 from ..assets.models import add_model_options, check_model, find_model
 from ..environment import machine
 from ..evaluate import texts
