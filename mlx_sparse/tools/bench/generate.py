@@ -23,8 +23,7 @@ from ...checks import ConfigError, Parser, check_int, read_length
 from ...files import cache_directory
 from ...methods import parse, split_methods
 from .. import formats
-from ..assets import models
-from ..assets.models import add_model_options, check_model, find_model
+from ..assets.models import DEFAULT, add_model_options, check_model, find_model
 from ..environment import machine
 from ..evaluate import texts
 from .core import Row, Spread, Variant, collect, prepare_and_check, take_turns
@@ -110,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         make = partial(variants_of, text=source.text)
     model = find_model(args.model, cache, args.accept_license)
     facts = {
-        "model": Path(args.model).name,
+        "model": Path(args.model or DEFAULT).name,  # no folder, because rows are published
         "command": args.command,
         "date": date.today().isoformat(),
         "machine": where,
