@@ -22,6 +22,7 @@ from mlx_sparse.methods import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 CODE = re.compile("`[^`]*`")
+PRIME = re.compile(r"<msup>(<mi>\w</mi><mi>&#x02032;</mi>)</msup>")  # fonts draw U+2032 raised already
 NUMBER = re.compile(r"\\tag\{([\w.]+)\}\s*$")
 # Defined in a class of `functions`. The functions of the baselines are generated from `METHODS`.
 WRITTEN = {name: getattr(functions.Functions, name) for name in public_functions("ops")}
@@ -121,7 +122,8 @@ def _formula(latex: str, *args: Any, **kwargs: Any) -> str:
     """Convert LaTeX to MathML, which browsers show without a script. The number in a final \\tag becomes an anchor."""
     number = NUMBER.search(latex)
     tag = f'<span id="{number[1]}">({number[1]})</span>' if number else ""
-    return f'<div class="formula">{convert(NUMBER.sub("", latex), display="block")}{tag}</div>'
+    formula = PRIME.sub(r"<mrow>\1</mrow>", convert(NUMBER.sub("", latex), display="block"))
+    return f'<div class="formula">{formula}{tag}</div>'
 
 
 def _paths(nav: Any) -> Iterator[str]:
