@@ -24,11 +24,11 @@ from .operators import FUNCTIONS, OPERATORS, PROMPTS
 
 BODIES = Path(__file__).parent / "bodies"
 CONSTANTS = "constants"
-# For each operator with caches: the function that appends, and the functions of its sparse decode step, if any.
-COMPOSED: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "CachedAttention": ("Append", ()),
-    "SparQAttention": ("SparQAppend", ("KeyChunks", "SparQ")),
-    "SaapAttention": ("SaapAppend", ("Saap",)),
+# For each operator with caches: the functions that append, and the functions of its sparse decode step, if any.
+COMPOSED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "CachedAttention": (("Append",), ()),
+    "SparQAttention": (("Append", "SparQStates"), ("SparQMeans", "KeyChunks", "SparQ")),
+    "SaapAttention": (("SaapAppend",), ("Saap",)),
 }
 # Inputs of called functions that have another name in the calling operator.
 CACHES = {"keys": "present_key", "values": "present_value", "bucket_ids": "present_bucket_ids"}
@@ -85,12 +85,12 @@ def _texts() -> dict[str, str]:
 
 def _attention(made: Operator, profile: Profile) -> FunctionProto:
     """Compose the body of operator ``made``, which appends to the caches and then runs a decode step or prefill."""
-    append, step = COMPOSED[made.base or made.name]
+    appends, step = COMPOSED[made.base or made.name]
     prompt = _call(PROMPTS if made.base else "DenseAttention", made)
     nodes = [
         helper.make_node("Shape", ["key"], ["L"], start=2, end=3),
         helper.make_node("Add", ["past_length", "L"], ["length"]),
-        _call(append, made),
+        *(_call(name, made) for name in appends),
     ]
     if step:
         calls = [_call(name, made) for name in step]

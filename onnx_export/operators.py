@@ -111,7 +111,8 @@ _SPARQ_PAST = (
         "T",
         "B Hkv C D",
         "Keys so far, component-major: in memory [B, Hkv, C / lanes, D, lanes]. Component d of key j is at index "
-        "((j // lanes) * D + d) * lanes + j % lanes of its head's C * D elements.",
+        "((j // lanes) * D + d) * lanes + j % lanes of its head's C * D elements. Defined if the longest row has at "
+        "least `dense_below` tokens so far; the call that reaches this length computes all keys.",
     ),
     _PAST_VALUE,
     Tensor(
@@ -119,7 +120,7 @@ _SPARQ_PAST = (
         "tensor(float)",
         "B Hkv 3 D",
         "Running statistics over the valid tokens so far: sum of the values, sum of the keys, and sum of the squared "
-        "differences between the keys and their mean.",
+        "differences between the keys and their mean. Defined as `past_key_t`.",
     ),
     _PAST_LENGTH,
     _PADDING,
@@ -239,14 +240,6 @@ OWN: Mapping[str, Operator] = {
             (_PRESENT_KEY, _PRESENT_VALUE),
         ),
         Operator(
-            "SparQAppend",
-            "Run `Append`, and update the component-major keys and the running statistics. Return the inputs "
-            f"`value_mean` and `deviation` of `SparQ`. {_IN_PLACE}",
-            (_SPEC, _LANES),
-            (_KEY, _VALUE, *_SPARQ_PAST),
-            (*_SPARQ_PRESENT, _VALUE_MEAN, _DEVIATION),
-        ),
-        Operator(
             "CachedAttention",
             "Run `Append`, then `DenseAttention` over the caches. The next `past_length` is `past_length` + L.",
             (_SPEC, _SCALE, WINDOW),
@@ -255,8 +248,9 @@ OWN: Mapping[str, Operator] = {
         ),
         Operator(
             "SparQAttention",
-            "Run `SparQAppend`, then attend. If L is 1 and the longest row has at least `dense_below` keys, attend "
-            "with `SparQ`, otherwise with `DenseAttention` and window 0. The next `past_length` is `past_length` + L.",
+            "Run `Append`, update the component-major keys and the running statistics, then attend. If L is 1 and the "
+            "longest row has at least `dense_below` keys, attend with `SparQ`, otherwise with `DenseAttention` and "
+            "window 0. The next `past_length` is `past_length` + L.",
             (*_SPARQ, _LANES, _DENSE_BELOW),
             (_QUERY, _KEY, _VALUE, *_SPARQ_PAST),
             (OUTPUT, *_SPARQ_PRESENT),
@@ -353,7 +347,10 @@ OWN: Mapping[str, Operator] = {
 
 # Functions that function bodies call. These are not operators: they have neither a schema nor a kernel.
 PROMPTS = "PromptAttention"
-FUNCTIONS = (PROMPTS, "SparQComponents", "SparQSelect", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap")
+FUNCTIONS = (
+    *(PROMPTS, "SparQComponents", "SparQSelect", "SparQStates", "SparQColumns", "SparQSums"),
+    *("SparQMeans", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap"),
+)
 _WHEN_SAMPLED = (
     "A chunk is sampled if it has more than `block_size` tokens, no row has padding, and all rows have the same length "
     "of at least `dense_prompt_below` keys"

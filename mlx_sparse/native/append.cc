@@ -6,15 +6,15 @@ namespace sparse {
 
 namespace {
 
-// Writes new keys into the component-major cache of one head, a few tokens at a time, so that source and destination
-// stay in the processor's cache.
+// Writes `count` keys into the component-major cache of one head from `position` on, a few tokens at a time, so that
+// source and destination stay in the processor's cache.
 template <class Bits>
-void append_columns(const Append& a, const void* key, void* plane, int64_t position) {
+void append_columns(const Append& a, const void* key, int64_t count, void* plane, int64_t position) {
   const Bits* from = static_cast<const Bits*>(key);
   Bits* to = static_cast<Bits*>(plane);
-  for (int64_t i = 0; i < a.L;) {
+  for (int64_t i = 0; i < count;) {
     const int64_t j = position + i, lane = j % a.lanes;
-    const int64_t n = std::min({a.L - i, a.lanes - lane, int64_t(32)});
+    const int64_t n = std::min({count - i, a.lanes - lane, int64_t(32)});
     Bits* column = to + j / a.lanes * a.D * a.lanes + lane;
     for (int64_t d = 0; d < a.D; d++) {
       for (int64_t t = 0; t < n; t++) column[d * a.lanes + t] = from[(i + t) * a.D + d];
@@ -23,13 +23,13 @@ void append_columns(const Append& a, const void* key, void* plane, int64_t posit
   }
 }
 
-// Adds the tokens after the first `skip` to the running statistics of `valid` tokens: sums of v, of k, and of the
+// Adds `end` tokens without the first `skip` to the running statistics of `valid` tokens: sums of v, of k, and of the
 // squared differences between k and its mean. A sum over a few tokens is float32; over all tokens, double.
 // Differences are relative to a shift, the old mean or the first key, because sums of k^2 would cancel for components
 // far from 0.
-void append_sums(const Append& a, const char* key, const char* value, const float* past, float* present, int64_t valid,
-                 int64_t skip) {
-  const int64_t D = a.D, end = a.L, item = size_of(a.type), added = std::max<int64_t>(0, end - skip);
+void append_sums(const Append& a, const char* key, const char* value, int64_t end, const float* past, float* present,
+                 int64_t valid, int64_t skip) {
+  const int64_t D = a.D, item = size_of(a.type), added = std::max<int64_t>(0, end - skip);
   constexpr int64_t kTokens = 16;
   Scratch scratch(Scratch::kTask, Scratch::size<double>(3 * D) + Scratch::size<float>((2 * kTokens + 1) * D));
   double* total = scratch.take<double>(3 * D);
@@ -56,9 +56,10 @@ void append_sums(const Append& a, const char* key, const char* value, const floa
   }
   for (int64_t d = 0; d < D; d++) {
     const double apart = total[D + d];
-    const double squares = past[2 * D + d] + total[2 * D + d] - (added ? apart * apart / double(valid + added) : 0);
-    present[d] = float(past[d] + total[d]);
-    present[D + d] = float(past[D + d] + apart + (added ? double(added) * shift[d] : 0));
+    const float old[3] = {valid ? past[d] : 0, valid ? past[D + d] : 0, valid ? past[2 * D + d] : 0};
+    const double squares = old[2] + total[2 * D + d] - (added ? apart * apart / double(valid + added) : 0);
+    present[d] = float(old[0] + total[d]);
+    present[D + d] = float(old[1] + apart + (added ? double(added) * shift[d] : 0));
     present[2 * D + d] = squares < 0 ? 0 : float(squares);  // negative only by rounding
   }
 }
@@ -80,14 +81,16 @@ void Append::head(int64_t b, int64_t h) const {
   if (callback) callback->head(b, h);
   if (!present_key_t) return;
   void* columns = copied(past_key_t, present_key_t);
+  const int64_t start = all ? 0 : past_length[b], count = past_length[b] + L - start;
+  if (all) k = plane(present_key, b, h), v = plane(present_value, b, h);
   if (item == 2) {
-    append_columns<uint16_t>(*this, k, columns, past_length[b]);
+    append_columns<uint16_t>(*this, k, count, columns, start);
   } else {
-    append_columns<uint32_t>(*this, k, columns, past_length[b]);
+    append_columns<uint32_t>(*this, k, count, columns, start);
   }
-  const int64_t sums = (b * Hkv + h) * 3 * D, valid = std::max<int64_t>(0, past_length[b] - first[b]);
-  const int64_t skip = std::max<int64_t>(0, first[b] - past_length[b]);
-  append_sums(*this, k, v, past_sums + sums, present_sums + sums, valid, skip);
+  const int64_t sums = (b * Hkv + h) * 3 * D, valid = std::max<int64_t>(0, start - first[b]);
+  const int64_t skip = std::max<int64_t>(0, first[b] - start);
+  append_sums(*this, k, v, count, past_sums + sums, present_sums + sums, valid, skip);
 }
 
 void append_all(const Append& append, int64_t B, const Pool& pool) {

@@ -26,10 +26,11 @@ struct Append {
   const void *past_key, *past_value;
   void *present_key, *present_value;  // (B, Hkv, C, D)
   const int64_t* past_length;         // (B)
-  // Two more caches of SparQAttention; null for other operators.
+  // Two more caches of SparQAttention, computed from all keys if `all`. A null `present_key_t` means no update.
   const void* past_key_t = nullptr;
   void* present_key_t = nullptr;  // (B, Hkv, C / lanes, D, lanes)
   int64_t lanes = 0;
+  bool all = false;
   const float* past_sums = nullptr;
   float* present_sums = nullptr;  // (B, Hkv, 3, D)
   const int64_t* first = nullptr;

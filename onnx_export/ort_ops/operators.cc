@@ -136,40 +136,24 @@ void compute_cached(const Attributes& attributes, const Context& context) {
   attend_prompt(attributes, a, SessionPool(context));
 }
 
-// Reads the further caches of SparQ from inputs `key_t_at` and `sums_at`, and allocates their outputs from `first` on.
-void add_sparq_caches(const Attributes& attributes, const Context& context, Append& append, int64_t B, int key_t_at,
-                      int sums_at, int first, const int64_t* padding) {
+// Reads the further caches of SparQ, and allocates their outputs. While the longest row has fewer than `dense_below`
+// keys, no step reads these caches, so they are not updated. The call that reaches this length computes them.
+void add_sparq_caches(const Attributes& attributes, const Context& context, Append& append, const Attention& a) {
+  const int64_t B = a.B, below = attributes["dense_below"];
   const int64_t Hkv = append.Hkv, C = append.C, D = append.D, lanes = attributes["lanes"];
-  const Tensor past_key_t = context.input(key_t_at, "past_key_t", 'T');
-  const Tensor past_sums = context.input(sums_at, "past_sums", 'f');
+  const Tensor past_key_t = context.input(4, "past_key_t", 'T');
+  const Tensor past_sums = context.input(6, "past_sums", 'f');
   past_key_t.expect({B, Hkv, C, D});
   past_sums.expect({B, Hkv, 3, D});
   if (C % lanes) fail("lanes", "a divisor of the capacity C=" + to_string(C), to_string(lanes));
-  append.present_key = context.output(first, {B, Hkv, C, D});
-  append.present_key_t = context.output(first + 1, {B, Hkv, C, D});
-  append.present_value = context.output(first + 2, {B, Hkv, C, D});
-  append.present_sums = static_cast<float*>(context.output(first + 3, {B, Hkv, 3, D}));
+  append.present_key = context.output(1, {B, Hkv, C, D});
+  void* present_key_t = context.output(2, {B, Hkv, C, D});
+  append.present_value = context.output(3, {B, Hkv, C, D});
+  append.present_sums = static_cast<float*>(context.output(4, {B, Hkv, 3, D}));
   append.past_key_t = past_key_t.data, append.past_sums = past_sums.floats();
-  append.lanes = lanes, append.first = padding;
-}
-
-void compute_sparq_append(const Attributes& attributes, const Context& context) {
-  const Tensor padding = context.input(7, "left_padding", 'i');
-  const Caches caches(context, 0, 2, 4, 6);
-  Append append = caches.append(context);
-  const int64_t B = caches.key.shape[0], Hkv = append.Hkv, D = append.D;
-  padding.expect({B});
-  check_padding(padding);
-  add_sparq_caches(attributes, context, append, B, 3, 5, 0, padding.ints());
-  float* mean = static_cast<float*>(context.output(4, {B, Hkv, D}));
-  float* deviation = static_cast<float*>(context.output(5, {B, Hkv, D}));
-  append_all(append, B, SessionPool(context));
-  for (int64_t b = 0; b < B; b++) {
-    const int64_t valid = append.past_length[b] + append.L - padding.ints()[b];
-    for (int64_t h = b * Hkv; h < (b + 1) * Hkv; h++) {
-      sums_to_statistics(append.present_sums + 3 * h * D, valid, D, mean + h * D, deviation + h * D);
-    }
-  }
+  append.lanes = lanes, append.first = a.first;
+  if (longest_of(a) >= below) append.present_key_t = present_key_t;
+  append.all = longest_of(a) - a.L < below && below > 0;
 }
 
 void compute_sparq_attention(const Attributes& attributes, const Context& context) {
@@ -180,7 +164,7 @@ void compute_sparq_attention(const Attributes& attributes, const Context& contex
   Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
   SparQ s = sparq_of(attributes, a.D);
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  add_sparq_caches(attributes, context, append, a.B, 4, 6, 1, a.first);
+  add_sparq_caches(attributes, context, append, a);
   a.keys = append.present_key, a.values = append.present_value;
   const SessionPool pool(context);
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
@@ -233,7 +217,6 @@ static const Registered registered({
     {"DenseAttention", "TTTii", "T", {0}, "scale window", compute_dense},
     {"Sample", "TTTi", "Tn", {0, -1}, "alpha_column alpha_slash chunks block_size scale", compute_sample},
     {"Append", "TTTTi", "TT", {2, 3}, "", compute_append},
-    {"SparQAppend", "TTTTTfii", "TTTfff", {2, 3, 4, 5, -1, -1}, "lanes", compute_sparq_append},
     {"CachedAttention", "TTTTTii", "TTT", {0, 3, 4}, "scale window", compute_cached},
     {"SampleAttention", "TTTTTii", "TTT", {0, 3, 4}, std::string("scale") + kSampled, compute_cached},
     {"SparQAttention", "TTTTTTfii", "TTTTf", {0, 3, 4, 5, 6}, kSparQCaches, compute_sparq_attention},

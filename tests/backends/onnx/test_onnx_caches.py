@@ -90,6 +90,19 @@ def test_longest_row_decides_if_a_step_is_sparse(runtime: str, dense_below: int)
         np.testing.assert_allclose(got[row], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("ends", [(60, 99, 100), (30, 90, 99, 100), (98, 99, 100)])
+@by_runtime
+def test_states_are_computed_from_all_keys_once_steps_are_sparse(runtime: str, ends: tuple[int, ...]) -> None:
+    case = Case(2, 4, 2, 100, 64, "f32", padding=(0, 20))
+    q, k, v = case.inputs()
+    params = {**parameters(case, "robust"), "top_k": 8, "local_window": 2, "reallocate": True}
+    attend = Operator(runtime, "SparQAttention", "f32", lanes=LANES, dense_below=99, **attributes(params))
+    caches = empty_caches(case, case.S)
+    caches["past_sums"][:] = np.nan  # not read below `dense_below`
+    got = feed(attend, case, (q, k, v), caches, *ends)
+    assert_is_sparq(got["output"], case, params, q, k, v)
+
+
 @pytest.mark.parametrize("lanes", [1, 64, 192, 384])
 @by_runtime
 def test_component_major_keys_have_the_documented_layout(runtime: str, lanes: int) -> None:
