@@ -81,7 +81,10 @@ class ArtefactError(SparseAttentionError, ValueError):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one attention call: B sequences, Hq query heads, Hkv KV heads, L queries, S keys and head dim D."""
+    """Sizes of one attention call: B sequences, Hq query heads, Hkv KV heads, L queries, S keys and head dim D.
+
+    ``Dv`` is the head dim of the values, or 0 in a call without values.
+    """
 
     B: int
     Hq: int
@@ -89,6 +92,7 @@ class Sizes:
     L: int
     S: int
     D: int
+    Dv: int = 0
 
     @property
     def G(self) -> int:
@@ -105,7 +109,7 @@ class Shaped(Protocol):
 
 
 def check_qkv(queries: Shaped, keys: Shaped, values: Shaped) -> Sizes:
-    """Check that ``queries (B, Hq, L, D)`` are compatible with ``keys`` and ``values (B, Hkv, S, D)``.
+    """Check that ``queries (B, Hq, L, D)``, ``keys (B, Hkv, S, D)`` and ``values (B, Hkv, S, Dv)`` are compatible.
 
     Return the sizes of the attention call.
     """
@@ -114,15 +118,18 @@ def check_qkv(queries: Shaped, keys: Shaped, values: Shaped) -> Sizes:
             raise ShapeError(f"{name}: expected 4 axes (B, heads, length, D), got shape {tuple(array.shape)}.")
     B, Hq, L, D = queries.shape
     Bk, Hkv, S, Dk = keys.shape
-    if tuple(values.shape) != tuple(keys.shape):
-        raise ShapeError(f"values: expected the shape of keys {tuple(keys.shape)}, got {tuple(values.shape)}.")
+    Dv = values.shape[3]
+    if tuple(values.shape[:3]) != tuple(keys.shape[:3]) or Dv < 1:
+        raise ShapeError(
+            f"values: expected the shape of keys {tuple(keys.shape)} but for D, got {tuple(values.shape)}."
+        )
     if Bk != B or Dk != D:
         raise ShapeError(f"keys: expected (B={B}, Hkv, S, D={D}) to fit queries, got {tuple(keys.shape)}.")
     if min(B, Hkv, L, D) < 1 or Hq % Hkv:
         raise ShapeError(f"queries: expected a multiple of Hkv={Hkv} heads and no empty axis, got {(B, Hq, L, D)}.")
     if S < L:
         raise ShapeError(f"keys: expected at least L={L} keys, got S={S}. Keys include the current tokens.")
-    return Sizes(B, Hq, Hkv, L, S, D)
+    return Sizes(B, Hq, Hkv, L, S, D, Dv)
 
 
 def check_shape(name: str, array: Shaped | None, expected: tuple[int, ...]) -> None:

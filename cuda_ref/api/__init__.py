@@ -48,6 +48,10 @@ class Torch:
     ) -> str:
         if bias is not None:
             raise BackendUnavailable("backend: expected ops or cpu of mlx_sparse with a bias, got triton.")
+        if sizes.Dv not in (0, sizes.D):
+            raise BackendUnavailable(
+                f"backend: expected ops or cpu of mlx_sparse for values of head dim {sizes.Dv}, got triton."
+            )
         checks.check_backend(backend, arrays[0].device)
         if max(sizes.B, sizes.Hkv) > checks.GRID_LIMIT:
             raise ShapeError(

@@ -127,28 +127,39 @@ class Call(Generic[Array]):
         if not self.return_stats:
             return out
         n = self.sizes
-        moved = stats.dense_elements(n.S, n.D)
+        moved = stats.dense_elements(n.S, n.D, n.Dv)
         recall = self.library.ones((n.B, n.Hq, n.L), out) if self.return_stats == "recall" else None
         record = Stats(moved, moved, 1.0, recall)
-        return out, record if layout is None else stats.as_prefill(record, layout, n.D)
+        return out, record if layout is None else stats.as_prefill(record, layout, n.D, n.Dv)
 
-    def decode(self, count: Callable[..., int], attended: int, **parameters: object) -> Any:
+    def decode(self, count: Callable[..., int], attended: int, means: int = 0, **parameters: object) -> Any:
         """Run a sparse decode step, or dense attention if a sparse step would attend to every key.
 
         Args:
             count: function of S, D and ``top_k`` that returns the number of elements that the step moves per KV head.
             attended: number of keys that a sparse step attends to.
+            means: how often the step reads or writes the mean value.
         """
         if not self.sparse(attended):
             return self.dense()
         out, lse, *estimate = self.run(**parameters)  # SparQ on MLX also estimates the attention recall
-        return (out, self.record(lse, count, attended, *estimate)) if self.return_stats else out
+        if not self.return_stats:
+            return out
+        return out, self.record(lse, count, attended, min(attended, self.sizes.S) + 1 + means, *estimate)
 
-    def record(self, lse: Array, count: Callable[..., int], top_k: int, estimated_recall: Array | None = None) -> Stats:
-        """Return the `Stats` of a decode step that attended to ``top_k`` keys."""
+    def record(
+        self,
+        lse: Array,
+        count: Callable[..., int],
+        top_k: int,
+        value_rows: int,
+        estimated_recall: Array | None = None,
+    ) -> Stats:
+        """Return the `Stats` of a decode step that attended to ``top_k`` keys and moved ``value_rows`` values."""
         n = self.sizes
-        dense = stats.dense_elements(n.S, n.D)
-        moved = dense if self.bias is not None and top_k >= n.S else count(n.S, n.D, top_k=top_k)
+        dense = moved = stats.dense_elements(n.S, n.D, n.Dv)
+        if self.bias is None or top_k < n.S:
+            moved = count(n.S, n.D, top_k=top_k) - value_rows * (n.D - n.Dv)  # (sparq.27)
         density = min(top_k, n.S) / n.S
         return Stats(moved, dense, density, self.recall(lse), estimated_recall=estimated_recall)
 
@@ -171,6 +182,6 @@ class Call(Generic[Array]):
             return out
         # (sample.9)
         density = stats.attended_pairs(found) / layout.causal_pairs
-        share, D = float(density.mean()), self.sizes.D
-        moved, dense = stats.prefill_elements(layout, D, share), stats.prefill_elements(layout, D)
+        share, D, Dv = float(density.mean()), self.sizes.D, self.sizes.Dv
+        moved, dense = (stats.prefill_elements(layout, D, part, Dv) for part in (share, None))
         return out, Stats(moved, dense, share, self.recall(lse), density, layout.sampled_share, 0.0, *estimate)

@@ -109,7 +109,7 @@ class DecodeFunctions(Generic[Array]):
             keys_t: ``(B, Hkv, D, S)`` component-major keys; if ``key_bits`` is 4, the `KeyCodes` from `code_keys`.
                 If None, the call is slower than dense attention. The `metal` backend copies ``keys_t`` on every call
                 if it is a slice of a larger buffer.
-            value_mean: ``(B, Hkv, D)`` mean of the valid values, including the current value. If None, the call
+            value_mean: ``(B, Hkv, Dv)`` mean of the valid values, including the current value. If None, the call
                 computes the mean.
 
         Returns:
@@ -124,7 +124,7 @@ class DecodeFunctions(Generic[Array]):
         check_choice("component_score", component_score, ("query", "query_key"))
         check_choice("key_bits", key_bits, KEY_BITS)
         call.check_keys_t(keys_t, key_bits)
-        call.check("value_mean", value_mean, (n.B, n.Hkv, n.D))
+        call.check("value_mean", value_mean, (n.B, n.Hkv, n.Dv))
         if not call.sparse(top_k):
             return call.dense()
         reallocates = (n.G == 1 if reallocate == "auto" else bool(reallocate)) and n.S > top_k
@@ -141,6 +141,7 @@ class DecodeFunctions(Generic[Array]):
         return call.decode(
             partial(stats.sparq_elements, rank=rank, key_bits=key_bits),
             top_k,
+            means=2,
             top_k=top_k,
             rank=rank,
             local_window=window,
@@ -210,4 +211,6 @@ class DecodeFunctions(Generic[Array]):
         window = check_local_window(local_window, top_k)
         call.check("scores", scores, (n.B, n.Hkv, n.S))
         out, lse, updated = call.run(scores=scores, top_k=top_k, local_window=window)
-        return (out, updated, call.record(lse, stats.h2o_elements, top_k)) if return_stats else (out, updated)
+        if not return_stats:
+            return out, updated
+        return out, updated, call.record(lse, stats.h2o_elements, top_k, min(top_k, n.S) + 1)

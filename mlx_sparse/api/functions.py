@@ -1,10 +1,10 @@
 """Define the public functions for any array library.
 
-The shapes are ``queries (B, Hq, L, D)``, ``keys (B, Hkv, S, D)`` and ``values (B, Hkv, S, D)``. Keys and values include
-the current tokens. Query ``i`` is at position ``S - L + i``. The int array ``left_padding (B,)`` contains the index of
-the first valid key of each sequence.
+The shapes are ``queries (B, Hq, L, D)``, ``keys (B, Hkv, S, D)`` and ``values (B, Hkv, S, Dv)``. `oracle`, `ops` and
+`cpu` support values whose head dim Dv is not D. Keys and values include the current tokens. Query ``i`` is at position
+``S - L + i``. The int array ``left_padding (B,)`` contains the index of the first valid key of each sequence.
 
-The attention functions return ``out (B, Hq, L, D)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is
+The attention functions return ``out (B, Hq, L, Dv)`` in the dtype of ``queries``, and a `Stats` if ``return_stats`` is
 set. ``return_stats="recall"`` adds the attention recall, which costs one dense pass over the keys. Decode methods use
 dense attention if they would attend to every key. They also use dense attention if ``L > 1``.
 

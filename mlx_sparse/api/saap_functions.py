@@ -120,5 +120,6 @@ class SaapFunctions(Generic[Array]):
             exact = max(min(n.S - first, sink_tokens + recent_tokens), 0)
             shares += [(count - exact) / max(n.S - first - exact, 1) for count in of_row]
         selectivity = sum(shares) / len(shares)
-        record = call.record(lse, lambda S, D, top_k: stats.saap_elements(D, round(attended)), 0)
+        rows = round(attended)
+        record = call.record(lse, lambda S, D, top_k: stats.saap_elements(D, rows), 0, rows + 1)
         return out, replace(record, density=attended / n.S, selectivity=selectivity)

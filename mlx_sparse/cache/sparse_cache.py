@@ -76,15 +76,14 @@ class SparseCache:
 
     @property
     def value_rows(self) -> Rows:
-        """Value buffer ``(B, Hkv, capacity, D)``."""
+        """Value buffer ``(B, Hkv, capacity, Dv)``."""
         rows: mx.array = self.keys if self.latent else self.values
         return rows
 
     @property
-    def row_bytes(self) -> int:
-        """Number of bytes in one head's key (or value) row."""
-        rows = self.key_rows
-        return rows.row_bytes if isinstance(rows, PackedRows) else rows.shape[3] * rows.itemsize
+    def row_bytes(self) -> tuple[int, int]:
+        """Number of bytes in one head's key row, and in the value row if the cache stores values."""
+        return _row_bytes(self.key_rows), 0 if self.latent else _row_bytes(self.value_rows)
 
     @property
     def length(self) -> int:
@@ -189,9 +188,9 @@ class SparseCache:
         """Return the bytes that a decode step over ``S`` keys moves on ``backend``, summed over all KV heads."""
         keys = self.key_rows
         B, Hkv, _, D = keys.shape
-        how = {"itemsize": keys.itemsize, "row_bytes": self.row_bytes}
-        moved = config.step_bytes(S, D, **how, G=G, backend=backend)
-        return B * Hkv * (moved - (config.rows(S) // 2 * self.row_bytes if self.latent else 0))
+        row, value = self.row_bytes
+        moved = config.step_bytes(S, D, itemsize=keys.itemsize, row_bytes=row, G=G, backend=backend)
+        return B * Hkv * (moved - config.value_rows(S) * (row - value))
 
     def attend(
         self, queries: mx.array, config: Method, *, scale: float, backend: str, bias: mx.array | None = None
@@ -315,3 +314,7 @@ class SparseCache:
         """
         keys, values, length = self.rows(backend)
         return run(slice(None), queries, keys, values, length)
+
+
+def _row_bytes(rows: Rows) -> int:
+    return rows.row_bytes if isinstance(rows, PackedRows) else rows.shape[3] * rows.itemsize

@@ -32,7 +32,7 @@ WRITING = threading.Lock()  # held while a file is written, so that a program ca
 def measurement_key(config: Method, layer: Layer) -> MeasurementKey:
     """Return the key of a measurement: a dict of method, settings, layer shape, machine, system and versions."""
     info, step = mx.device_info(), layer.step
-    packed: MeasurementKey = {"latent": 1} if step.latent else {}
+    packed: MeasurementKey = {"latent": 1} if step.latent else {"Dv": step.Dv} if step.Dv else {}
     packed |= {} if step.packed is None else {"kv_bits": step.packed[0], "kv_group_size": step.packed[1]}
     return {
         "format": FORMAT,

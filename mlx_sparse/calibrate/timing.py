@@ -60,13 +60,14 @@ def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
     """Time dense and sparse decode steps over ``S`` keys alternately, for about ``seconds``.
 
     Return pairs of a dense and a sparse time in seconds per layer. A timed step evaluates several layers together.
-    Each layer writes a row into its own cache, and the output of a layer is the query of the next layer.
+    Each layer writes a row into its own cache, and waits for the output of the previous layer.
     """
     fit = int(FREE_SHARE * free_memory()) // (NEEDED * layer.row * S)
     layers = max(LEAST_LAYERS, min(MOST_LAYERS[device_kind()], WORKING_SET // (layer.row * S), fit))
     heads, G = layer.step.heads, layer.step.G
     sides = [[_cache(layer, S, n) for n in range(layers)] for _ in ("dense", "sparse")]
-    query, row = (_rows(layer, n, 1) for n in (heads * G, heads))
+    query = _rows(layer, heads * G, 1)
+    key, value = _rows(layer, heads, 1), _rows(layer, heads, 1, D=layer.step.Dv)
     scale = layer.step.D**-0.5
     # Attention over latents adds positional scores to the logits.
     scores = mx.random.normal((1, heads * G, 1, S + ROOM), dtype=layer.dtype) if layer.step.latent else None
@@ -83,8 +84,8 @@ def time_steps(config: Method, layer: Layer, S: int, seconds: float) -> Pairs:
     def step(attend: Callable[[Any, mx.array], mx.array], caches: list[SparseCache]) -> mx.array:
         out = query
         for cache in caches:
-            cache.update_and_fetch(row, row)
-            out = attend(cache, out)
+            cache.update_and_fetch(key, value)
+            out = attend(cache, mx.depends(query, out))
         return out
 
     steps = partial(step, dense, sides[0]), partial(step, sparse, sides[1])
@@ -139,7 +140,8 @@ def _not_enough_memory() -> MemoryError:
 def _cache(layer: Layer, S: int, n: int) -> Any:
     """Return a KV cache with ``S`` random rows and `ROOM` free rows. Each ``n`` gives different rows."""
     cache: Any = SparseKVCache()  # type: ignore[no-untyped-call]
-    rows: Any = (_rows(layer, layer.step.heads, S + ROOM, 2 * n + side) for side in range(2))
+    step = layer.step
+    rows: Any = (_rows(layer, step.heads, S + ROOM, 2 * n + side, D) for side, D in enumerate((step.D, step.Dv)))
     if layer.step.packed is not None:
         bits, group_size = layer.step.packed
         cache = SparseQuantizedKVCache(group_size=group_size, bits=bits)
@@ -150,9 +152,12 @@ def _cache(layer: Layer, S: int, n: int) -> Any:
     return cache
 
 
-def _rows(layer: Layer, heads: int, S: int, seed: int = 0) -> mx.array:
-    """Return random rows ``(1, heads, S, D)`` from ``seed``. MLX's global random state does not change."""
-    D = layer.step.D
+def _rows(layer: Layer, heads: int, S: int, seed: int = 0, D: int = 0) -> mx.array:
+    """Return random rows ``(1, heads, S, D)`` from ``seed``. MLX's global random state does not change.
+
+    If ``D`` is 0, it is the head dim of the keys.
+    """
+    D = D or layer.step.D
     tiles = -(-S // TILE)
     some = mx.random.normal((1, heads, 1, min(S, TILE), D), dtype=layer.dtype, key=mx.random.key(seed))
     scales = 1 + mx.arange(tiles)[:, None, None] / (4 * tiles)  # no two rows are the same
@@ -176,7 +181,7 @@ def time_prefill(config: Prefill, layer: Layer, seconds: float) -> dict[str, obj
     if needed > FREE_SHARE * free_memory():
         raise _not_enough_memory()
     queries = _rows(layer, heads * G, L)
-    keys, values = (_rows(layer, heads, S, side + 1) for side in range(2))
+    keys, values = _rows(layer, heads, S, 1), _rows(layer, heads, S, 2, step.Dv)
     layout = config.layout(L, S)
     cache = SparseKVCache()  # type: ignore[no-untyped-call]
     cache.keys, cache.values, cache.offset = keys, values, S

@@ -37,6 +37,7 @@ class Step:
         measured: crossover length in keys that was measured on this machine; None before a measurement.
         packed: (bits per component, group size) of a quantized KV cache (quantized.1); None if not quantized.
         latent: True if the keys are also the values, as in multi-head latent attention.
+        Dv: head dim of the values; 0 means D.
     """
 
     heads: int
@@ -49,19 +50,28 @@ class Step:
     measured: int | None = None
     packed: tuple[int, int] | None = None
     latent: bool = False
+    Dv: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Head dim of the rows that are values only."""
+        return 0 if self.latent else self.Dv or self.D
 
     @property
     def pair_bytes(self) -> int:
         """Bytes of the key and the value of one token and head."""
-        return self.row_bytes if self.latent else 2 * self.row_bytes
+        return self.row_bytes + self._bytes(self.value_dim)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one key (or value) row of one head."""
+        """Bytes of one key row of one head."""
+        return self._bytes(self.D)
+
+    def _bytes(self, D: int) -> int:
         if self.packed is None:
-            return self.D * self.itemsize
+            return D * self.itemsize
         bits, group_size = self.packed
-        return self.D * bits // 8 + 2 * self.itemsize * self.D // group_size
+        return D * bits // 8 + 2 * self.itemsize * D // group_size
 
 
 @dataclass(frozen=True)
@@ -235,6 +245,13 @@ class Method:
     def rows(self, S: int) -> int:
         """Return the number of complete key and value rows that a decode step over ``S`` keys reads per KV head."""
         return 2 * min(self.attended, S)
+
+    def value_rows(self, S: int) -> int:
+        """Return the number of values that `elements` and `step_bytes` count: those that are read, and a new one.
+
+        If values have another head dim than keys, the caller subtracts the difference for each of them.
+        """
+        return self.rows(S) // 2 + 1
 
     def step_bytes(self, S: int, D: int, *, itemsize: int, row_bytes: int, G: int, backend: str) -> int:
         """Return the number of bytes that a decode step over ``S`` keys of head dim ``D`` moves per KV head.

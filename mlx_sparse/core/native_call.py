@@ -17,7 +17,7 @@ import numpy as np
 from .. import native
 from ..checks import BackendUnavailable
 
-ABI = 2  # mlx_sparse_abi() of native/c_api.cc
+ABI = 3  # mlx_sparse_abi() of native/c_api.cc
 # For each type its number in c_api.h, and a type of NumPy of the same size.
 TYPES = {mx.float32: (0, np.float32), mx.float16: (1, np.float16), mx.bfloat16: (2, np.uint16)}
 
@@ -36,7 +36,7 @@ class Attention(ctypes.Structure):
     """``SparseAttention`` of c_api.h."""
 
     _fields_: ClassVar[Any] = [
-        *_fields("B Hq Hkv L capacity length D", ""),
+        *_fields("B Hq Hkv L capacity length D Dv", ""),
         *((name, ctypes.c_int32) for name in ("query_type", "type", "bias_type")),
         ("scale", ctypes.c_float),
         *_fields("", "queries keys values left_padding bias out lse"),
@@ -160,21 +160,23 @@ def attend(
 
     Args:
         queries: ``(B, Hq, L, D)`` at positions ``length - L`` to ``length - 1``.
-        keys, values: ``(B, Hkv, capacity, D)``. The first ``length`` rows are in use; None means all rows.
+        keys, values: ``(B, Hkv, capacity, D)`` and ``(B, Hkv, capacity, Dv)``. The first ``length`` rows are in use;
+            None means all rows.
         arguments: the further arguments of the function.
         left_padding: int ``(B,)``, first valid key of each sequence; None if no key is padding.
         bias: ``(B, Hq, 1, length)``, added to the logits of one query (sparq.25), or None.
 
     Returns:
-        ``out (B, Hq, L, D)`` in the dtype of ``queries``, and float32 ``lse (B, Hq, L)``.
+        ``out (B, Hq, L, Dv)`` in the dtype of ``queries``, and float32 ``lse (B, Hq, L)``.
     """
     if keys.dtype != values.dtype:
         dtype = mx.result_type(keys, values)
         keys, values = keys.astype(dtype), values.astype(dtype)
-    out = np.empty(queries.shape, TYPES[queries.dtype][1])
+    out = np.empty((*queries.shape[:3], values.shape[3]), TYPES[queries.dtype][1])
     lse = np.empty(queries.shape[:3], np.float32)
     padding = None if left_padding is None else left_padding.astype(mx.int32)
     call = sizes(queries, keys, scale, length)
+    call.Dv = values.shape[3]
     call.bias_type = 0 if bias is None else TYPES[bias.dtype][0]
     fill(call, queries=queries, keys=keys, values=values, left_padding=padding, bias=bias, out=out, lse=lse)
     run(function, call, *arguments)
@@ -186,7 +188,7 @@ def sizes(queries: mx.array, keys: mx.array, scale: float, length: int | None) -
     """Return the arguments of a call without buffers. See `attend`."""
     (B, Hq, L, D), (_, Hkv, capacity, _) = queries.shape, keys.shape
     types = TYPES[queries.dtype][0], TYPES[keys.dtype][0]
-    return Attention(B, Hq, Hkv, L, capacity, capacity if length is None else length, D, *types, scale=scale)
+    return Attention(B, Hq, Hkv, L, capacity, capacity if length is None else length, D, D, *types, scale=scale)
 
 
 def run(function: str, *arguments: Any) -> None:

@@ -109,7 +109,9 @@ def gpu_kind() -> str:
     return letter if letter in ("g", "s", "d") else "g"
 
 
-def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = None, bias: bool = False) -> str | None:
+def unsupported(
+    backend: str, function: str, D: int, G: int, bits: int | None = None, bias: bool = False, Dv: int = 0
+) -> str | None:
     """Return the reason why ``backend`` cannot run ``function`` for the given sizes, or None.
 
     Args:
@@ -117,11 +119,13 @@ def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = 
         G: number of query heads per KV head.
         bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
         bias: True if a bias is added to the logits.
+        Dv: head dim of the values; 0 means D.
     """
     if backend != "metal":
         return "its kernels do not read quantized KV caches" if backend == "cpu" and bits is not None else None
-    if bias:
-        return "its kernels add no bias to the logits"
+    if bias or Dv not in (0, D):
+        of_values = f"its kernels take values with the head dim of the keys ({D}), not {Dv}"
+        return "its kernels add no bias to the logits" if bias else of_values
     if function in MATRIX_FUNCTIONS and bits is not None:
         return "its prefill kernels do not read quantized KV caches"
     if function in MATRIX_FUNCTIONS:
@@ -161,7 +165,9 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
         raise BackendUnavailable(f"backend: expected {', '.join(others)} or {last}, got {backend} ({reason}).")
 
 
-def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = None, bias: bool = False) -> str:
+def resolve(
+    backend: str, function: str, *, D: int, G: int, bits: int | None = None, bias: bool = False, Dv: int = 0
+) -> str:
     """Return the name of the backend that runs ``function`` for the given sizes.
 
     "auto" selects metal or cpu if it supports the function and can run on this machine, and ops otherwise.
@@ -171,6 +177,7 @@ def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = N
         G: number of query heads per KV head.
         bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
         bias: True if a bias is added to the logits.
+        Dv: head dim of the values; 0 means D.
 
     Raises:
         BackendUnavailable: ``backend`` is not "auto" and cannot run the function on this machine.
@@ -178,11 +185,11 @@ def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = N
     if backend == "auto":
         for name in ("metal", "cpu"):
             if name in backends_of(function) and not (
-                unavailable(name) or unsupported(name, function, D, G, bits, bias)
+                unavailable(name) or unsupported(name, function, D, G, bits, bias, Dv)
             ):
                 return name
         return "ops"
-    require(backend, function, unsupported(backend, function, D, G, bits, bias))
+    require(backend, function, unsupported(backend, function, D, G, bits, bias, Dv))
     return backend
 
 

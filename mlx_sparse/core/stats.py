@@ -2,7 +2,8 @@
 
 The functions return numbers of elements for S keys of head dim D. A number is per KV head for a decode step, and per
 query head for a prefill chunk. To get bytes, multiply the number by the item size. Equation numbers refer to
-docs/spec/sparq.md, sample.md and saap.md.
+docs/spec/sparq.md, sample.md and saap.md. Values have the head dim ``Dv``, if a function has this parameter and it is
+not 0. Otherwise they have the head dim D, and the caller subtracts ``D - Dv`` for each value row (sparq.27).
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class Stats:
         return self.elements / self.dense_elements
 
 
-def dense_elements(S: int, D: int) -> int:
+def dense_elements(S: int, D: int, Dv: int = 0) -> int:
     """Return the number of elements that a dense decode step moves, ``2 S D + 2 D`` (sparq.11).
 
     The step reads S keys and values, and writes one key and one value.
     """
-    return 2 * S * D + 2 * D
+    return (S + 1) * (D + (Dv or D))
 
 
 def sparq_elements(S: int, D: int, *, rank: int, top_k: int, key_bits: int = 16) -> int:
@@ -95,18 +96,18 @@ def attended_pairs(found: Any) -> Any:
     return found.sum(axis=2) if found.ndim == 3 else found
 
 
-def prefill_elements(layout: Layout, D: int, density: float | None = None) -> int:
+def prefill_elements(layout: Layout, D: int, density: float | None = None, Dv: int = 0) -> int:
     """Return the number of elements that a prefill chunk moves per query head (sample.10).
 
     The number includes the queries, the output, the keys and values of each attended block pair, and the keys that the
     sampled queries read. If ``density`` is None, attention is dense.
     """
-    share = 1.0 if density is None else density
+    share, pair = 1.0 if density is None else density, D + (Dv or D)
     sampling = 0 if density is None or not layout.sampled_share else len(layout.regions) * layout.S * D
-    return round(2 * layout.L * D + 2 * layout.block_size * D * layout.causal_pairs * share) + sampling
+    return round(layout.L * pair + layout.block_size * pair * layout.causal_pairs * share) + sampling
 
 
-def as_prefill(stats: Stats, layout: Layout, D: int) -> Stats:
+def as_prefill(stats: Stats, layout: Layout, D: int, Dv: int = 0) -> Stats:
     """Return a copy of ``stats``, the statistics of a dense call, that counts the elements per query head."""
-    moved = prefill_elements(layout, D)
+    moved = prefill_elements(layout, D, Dv=Dv)
     return replace(stats, elements=moved, dense_elements=moved)

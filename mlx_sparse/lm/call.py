@@ -227,7 +227,7 @@ class Call:
             cache.latent = keys is values and isinstance(keys, mx.array)
         if isinstance(cache, SparseQuantized) and not isinstance(keys, mx.array):
             keys, values = (PackedRows.from_parts(parts, cache.bits) for parts in (keys, values))
-        reason = layer_reason(queries, keys, values, cache)
+        reason = layer_reason(queries, keys, values, cache, self.plan.backend)
         if reason == reasons.LATENT and L > 1 and self.plan.prefill is None:
             reason = chunk_refusal(None, Facts(), L, keys.shape[2])
         if self.probe is not None:
@@ -286,7 +286,7 @@ class Call:
                 return self._step(layer, queries, cache, scale, sinks, bias)
         self.counts.dense_calls[reason] += 1
         if reason == reasons.CHECKED and self.checks:
-            self.counts.checked_bytes += 2 * keys.shape[0] * keys.shape[1] * cache.row_bytes * (S + 1)
+            self.counts.checked_bytes += keys.shape[0] * keys.shape[1] * sum(cache.row_bytes) * (S + 1)
         return None
 
     def facts(self, queries: mx.array, keys: Rows, cache: SparseCache, mask: Mask, sinks: mx.array | None) -> Facts:
@@ -333,7 +333,7 @@ class Call:
         plan = self.plan
         assert plan.prefill is not None
         L, S = queries.shape[2], keys.shape[2]
-        config, backend = plan.prefill.at(S), plan.resolve(plan.prefill, queries, keys)
+        config, backend = plan.prefill.at(S), plan.resolve(plan.prefill, queries, keys, cache)
         sizes = plan.sizes(config, queries, keys, cache, backend, self.hooks)
         blocks, max_density = None, plan.calibration.threshold(config, sizes, S).value
         if max_density <= 0:

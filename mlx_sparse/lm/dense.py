@@ -61,11 +61,11 @@ def attend_check(
     """Use the kernel for large query groups to run the causal attention of a verification step.
 
     ``queries`` has the shape ``(1, Hq, L, D)``. Return None if MLX's kernel can process the queries. Also return None
-    if the kernel for large query groups cannot process the queries.
+    if the kernel for large query groups cannot process the queries, or values of their head dim.
     """
-    if not large_group(backend, queries, keys):
-        return None
     rows, values, _ = cache.rows("metal")
+    if not large_group(backend, queries, keys) or rows.shape[3] != values.shape[3]:
+        return None
     out, lse = registry.load("attend_rows", "metal")(queries, rows, values, scale=scale, length=cache.length)
     return out if sinks is None else with_sinks(out, lse, sinks)
 
@@ -152,7 +152,7 @@ class DenseAttention:
         Args:
             cache: the cache with the rows ``keys`` and ``values``; None if it is not a sparse cache.
         """
-        if not isinstance(keys, mx.array) or keys.shape != values.shape:
+        if not isinstance(keys, mx.array) or keys.shape[:3] != values.shape[:3]:
             return None
         if not self._plan.attends_natively(queries, keys) or native_call.unsupported(queries, keys) is not None:
             return None

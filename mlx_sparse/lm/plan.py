@@ -127,14 +127,14 @@ class Plan:
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 
-    def resolve(self, config: Method, queries: mx.array, keys: Rows, *, bias: bool = False) -> str:
-        """Return the name of the backend that runs ``config`` for the given ``queries`` and ``keys``.
+    def resolve(self, config: Method, queries: mx.array, keys: Rows, cache: SparseCache, *, bias: bool = False) -> str:
+        """Return the name of the backend that runs ``config`` for ``queries`` and ``keys``, the rows of ``cache``.
 
         Set ``bias`` to True if the step adds a bias to the logits.
         """
         # Prefill dequantizes the rows of a quantized KV cache.
         bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
-        sizes = {"D": queries.shape[3], "G": _group(queries, keys)}
+        sizes = {"D": queries.shape[3], "G": _group(queries, keys), "Dv": cache.value_rows.shape[3]}
         return registry.resolve(self.backend, config.name, **sizes, bits=bits, bias=bias)
 
     def attends_natively(self, queries: mx.array, keys: mx.array) -> bool:
@@ -158,6 +158,8 @@ class Plan:
             more["packed"] = keys.bits, keys.group_size
         if not prompts:
             more["latent"] = cache.latent
+        if (Dv := cache.value_rows.shape[3]) != keys.shape[3]:
+            more["Dv"] = Dv
         step = Step(keys.shape[1], _group(queries, keys), keys.shape[3], keys.itemsize, device, **more)
         return Layer(backend, step, keys.dtype, self.calibration.chunk if prompts else 1)
 
@@ -182,7 +184,7 @@ class Plan:
         """
         assert self.decode is not None
         config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
-        backend = self.resolve(config, queries, keys, bias=facts.bias)
+        backend = self.resolve(config, queries, keys, cache, bias=facts.bias)
         layer = self.sizes(config, queries, keys, cache, backend, hooks)
         padding, lengths = min(first_rows), [S - first for first in first_rows]
         estimate = int(self.calibration.threshold(config, layer, S - padding).value)
@@ -301,14 +303,14 @@ class Probe:
             config.check_head_dim(queries.shape[-1])
             if config.scores_latents and not (cache.latent and plan.absorbed):
                 raise ConfigError(f"attn: expected a layer with multi-head latent attention for {config}, got another.")
-            backend = plan.resolve(config, queries, keys, bias=facts.bias)
+            backend = plan.resolve(config, queries, keys, cache, bias=facts.bias)
             self.backends.add(backend)
             self.layers[config, plan.sizes(config, queries, keys, cache, backend, hooks)] += 1
         return None if serving else found[-1][1]
 
 
-def layer_reason(queries: mx.array, keys: Any, values: Any, cache: object) -> str | None:
-    """Return the reason why a layer with ``cache`` can never use sparse attention, or None."""
+def layer_reason(queries: mx.array, keys: Any, values: Any, cache: object, backend: str) -> str | None:
+    """Return the reason why a layer with ``cache`` can never use sparse attention on ``backend``, or None."""
     if cache is None:
         return reasons.NO_CACHE
     if not isinstance(cache, SparseCache):
@@ -316,10 +318,11 @@ def layer_reason(queries: mx.array, keys: Any, values: Any, cache: object) -> st
     first, second = (rows if isinstance(rows, mx.array) else rows[0] for rows in (cache.keys, cache.values))
     if first.shape[3] != second.shape[3]:
         # The cache of MLA has latents and positional keys. Models expand latents to heads, except in decode steps.
-        expanded = keys.shape[1] != first.shape[1]
+        expanded = keys.shape[1::2] != cache.key_rows.shape[1::2]
         if expanded or (keys is values and queries.shape[2] > 1):
             return reasons.LATENT
-    if keys.shape != values.shape:
+    D, Dv = keys.shape[3], values.shape[3]
+    if D != Dv and registry.unsupported(backend, "attend_indices", D, G=1, Dv=Dv) is not None:
         return reasons.OTHER_HEAD_DIMS
     B = queries.shape[0]
     for rows, stored in ((keys, cache.key_rows), (values, cache.value_rows)):

@@ -203,6 +203,8 @@ def find_source(recorder: Recorder, arrays: tuple[mx.array, ...], position: int,
     if not recorder.calls:
         return reasons.ROPE_NOT_A_MODULE
     rope, D = recorder.calls[-1].rope, arrays[0].shape[-1]
+    if recorder.calls[-1].before.shape[-1] != D:  # RoPE for a part of the components, as in DeepSeek V2
+        return reasons.CHANGED_AFTER_ROPE
     reason = irreversible(rope, D)
     for array in arrays:
         if any(call.after is array and call.rope is rope for call in recorder.calls):

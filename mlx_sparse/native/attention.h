@@ -71,10 +71,11 @@ struct Attention {
   const Kernels* kernels;
   Type type;        // of the caches
   Type query_type;  // of the queries and outputs
-  int64_t B, Hq, Hkv, L, C, D;
-  const void* query;  // (B, Hq, L, D)
-  const void *keys, *values;
-  void* output;
+  int64_t B, Hq, Hkv, L, C, D, Dv;
+  const void* query;   // (B, Hq, L, D)
+  const void* keys;    // (B, Hkv, C, D)
+  const void* values;  // (B, Hkv, C, Dv)
+  void* output;        // (B, Hq, L, Dv)
   float* lse = nullptr;  // (B, Hq, L), log-sum-exp of the attended logits, or null
   const int64_t *first, *length;  // (B): valid keys are first <= j < length; position of query i: length - L + i
   float scale;
@@ -84,14 +85,14 @@ struct Attention {
 
   int64_t G() const { return Hq / Hkv; }
   const TypeKernels& typed() const { return kernels->type[type]; }
-  const char* plane(const void* cache, int64_t b, int64_t h) const {
-    return static_cast<const char*>(cache) + (b * Hkv + h) * C * D * size_of(type);
+  // Row j of KV head h in the keys or values. `width` is D for keys and Dv for values.
+  const char* row(const void* cache, int64_t width, int64_t b, int64_t h, int64_t j) const {
+    return static_cast<const char*>(cache) + ((b * Hkv + h) * C + j) * width * size_of(type);
   }
-  void read(float* out, const char* plane, int64_t first, int64_t count) const {
-    typed().widen(out, plane + first * D * size_of(type), count * D);
+  // Offset in bytes of the queries of the group of KV head h (`width` D), or of their outputs (Dv).
+  int64_t group_offset(int64_t width, int64_t b, int64_t h) const {
+    return (b * Hq + h * G()) * L * width * size_of(query_type);
   }
-  // Offset in bytes of the queries or outputs of the group of KV head h.
-  int64_t group_offset(int64_t b, int64_t h) const { return (b * Hq + h * G()) * L * D * size_of(query_type); }
   // The bias of the group of KV head h.
   Bias group_bias(int64_t b, int64_t h) const {
     Bias of = bias;
@@ -106,7 +107,8 @@ struct Attention {
   }
   // A block of KV head h without keys. It keeps a pointer to the bias.
   Keys block_of(int64_t b, int64_t h, const int32_t* index, const Bias& of) const {
-    return {plane(keys, b, h), plane(values, b, h), index, 0, 0, 0, nullptr, nullptr, of.data ? &of : nullptr};
+    const void *k = row(keys, D, b, h, 0), *v = row(values, Dv, b, h, 0);
+    return {k, v, index, 0, 0, 0, nullptr, nullptr, of.data ? &of : nullptr};
   }
   const TypeKernels& query_kernels() const { return kernels->type[query_type]; }
 };
@@ -130,8 +132,8 @@ struct SparQ {
   const void* keys_t;    // (B, Hkv, chunks, D, lanes)
   int64_t lanes, plane;  // plane: number of elements per head
   CodePlanes codes;  // int4 scoring keys in place of keys_t; `codes.codes` may be null
-  // Mean value, deviation and center (B, Hkv, D), or a summary (B, 3 Hkv, D) or running statistics (B, Hkv, 3, D) from
-  // which they are computed.
+  // Mean value (B, Hkv, Dv), deviation and center (B, Hkv, D), or a summary (B, 3 Hkv, D) or running statistics
+  // (B, Hkv, 3, D) from which they are computed. With the last two, Dv is D.
   const float *value_mean = nullptr, *deviation = nullptr, *center = nullptr;
   const float *summary = nullptr, *sums = nullptr;
   float* recall = nullptr;  // (B, Hkv), estimated attention recall (sparq.24), or null
@@ -162,8 +164,8 @@ struct Span {
 };
 
 // Allocates empty rows for the running softmax of `count` queries. load_queries converts the query rows.
-Rows take_rows(Scratch&, int64_t count, int64_t D);
-size_t rows_bytes(int64_t count, int64_t D);
+Rows take_rows(Scratch&, int64_t count, const Attention&);
+size_t rows_bytes(int64_t count, const Attention&);
 
 // Log-sum-exp of a row of a running softmax.
 float lse_of(float top, float sum);

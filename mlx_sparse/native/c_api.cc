@@ -68,15 +68,15 @@ struct Call : Attention {
   explicit Call(const SparseAttention& given, bool writes = true) : Attention{} {
     kernels = &sparse::kernels();
     query_type = type_of(given.query_type, "query_type"), type = type_of(given.type, "type");
-    B = given.B, Hq = given.Hq, Hkv = given.Hkv, L = given.L, C = given.capacity, D = given.D;
-    check_sizes(1, {B, Hq, Hkv, L, C, D});
+    B = given.B, Hq = given.Hq, Hkv = given.Hkv, L = given.L, C = given.capacity, D = given.D, Dv = given.Dv;
+    check_sizes(1, {B, Hq, Hkv, L, C, D, Dv});
     require(Hq % Hkv == 0, "Hq", "a multiple of Hkv");
     require(L <= given.length && given.length <= C, "length", "L to the capacity");
     query = data(given.queries, "queries", {B, Hq, L, D}, size_of(query_type));
     keys = data(given.keys, "keys", {B, Hkv, C, D}, size_of(type));
-    values = data(given.values, "values", {B, Hkv, C, D}, size_of(type));
+    values = data(given.values, "values", {B, Hkv, C, Dv}, size_of(type));
     if (writes) {
-      output = data(given.out, "out", {B, Hq, L, D}, size_of(query_type));
+      output = data(given.out, "out", {B, Hq, L, Dv}, size_of(query_type));
       lse = data<float>(given.lse, "lse", {B, Hq, L});
     }
     scale = given.scale;
@@ -112,7 +112,7 @@ const char* guarded(const Function& function) {
 
 }  // namespace
 
-EXPORTED int mlx_sparse_abi() { return 2; }
+EXPORTED int mlx_sparse_abi() { return 3; }
 
 EXPORTED const char* mlx_sparse_dense(const SparseAttention* given, int64_t window) {
   return guarded([&] {
@@ -149,7 +149,7 @@ EXPORTED const char* mlx_sparse_sparq(const SparseAttention* given, const Sparse
     if ((s.by_key = p.component_weight.data)) {
       s.deviation = data<float>(p.component_weight, "component_weight", {a.B, a.Hkv, a.D});
     }
-    if ((s.reallocate = p.value_mean.data)) s.value_mean = data<float>(p.value_mean, "value_mean", {a.B, a.Hkv, a.D});
+    if ((s.reallocate = p.value_mean.data)) s.value_mean = data<float>(p.value_mean, "value_mean", {a.B, a.Hkv, a.Dv});
     s.recall = data<float>(p.recall, "recall", {a.B, a.Hkv});
     attend_sparsely(a, s, Threads::shared());
   });

@@ -16,14 +16,14 @@ struct SparseBuffer {
 
 // Queries, KV caches and results of a call. Types: 0 float32, 1 float16, 2 bfloat16.
 struct SparseAttention {
-  int64_t B, Hq, Hkv, L, capacity, length, D;
+  int64_t B, Hq, Hkv, L, capacity, length, D, Dv;
   int32_t query_type, type, bias_type;  // of queries and out; of keys and values; of bias
   float scale;
   SparseBuffer queries;       // (B, Hq, L, D) at positions length - L to length - 1
-  SparseBuffer keys, values;  // (B, Hkv, capacity, D), of which the first `length` rows are in use
+  SparseBuffer keys, values;  // (B, Hkv, capacity, D) and (B, Hkv, capacity, Dv); the first `length` rows are in use
   SparseBuffer left_padding;  // int32 (B), first valid key of each sequence, or no data
   SparseBuffer bias;          // (B, Hq, length), added to the logits if L is 1, or no data
-  SparseBuffer out;           // (B, Hq, L, D)
+  SparseBuffer out;           // (B, Hq, L, Dv)
   SparseBuffer lse;           // float32 (B, Hq, L)
 };
 
@@ -34,7 +34,7 @@ struct SparseSparQ {
   SparseBuffer codes, lo, step;       // 4 bits (B, Hkv, D, groups * 64), float16 (B, Hkv, D, groups)
   SparseBuffer center;                // float32 (B, Hkv, D), with `codes`
   SparseBuffer component_weight;      // float32 (B, Hkv, D), or no data
-  SparseBuffer value_mean;            // float32 (B, Hkv, D) to reallocate, or no data
+  SparseBuffer value_mean;            // float32 (B, Hkv, Dv) to reallocate, or no data
   SparseBuffer recall;                // float32 (B, Hkv)
 };
 

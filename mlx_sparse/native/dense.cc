@@ -29,22 +29,22 @@ void attend_one_query(const Attention& a, const Pool& pool) {
   for (int64_t b = 0; b < a.B; b++) longest = std::max(longest, span(a, b, 0).high - span(a, b, 0).low);
   const int64_t parts = parts_for(heads, longest, kLeastKeys, 4);
   if (parts > 1 && a.append) append_all(*a.append, a.B, pool);
-  const size_t bytes = rows_bytes(G, a.D) + Scratch::size<float>(G * kBlock);
+  const size_t bytes = rows_bytes(G, a) + Scratch::size<float>(G * kBlock);
   if (parts == 1) {
     pool.run(heads, [&](int64_t i) {
       const int64_t b = i / a.Hkv, h = i % a.Hkv;
       if (a.append) a.append->head(b, h);
       Scratch scratch(Scratch::kTask, bytes);
-      const Rows rows = take_rows(scratch, G, a.D);
+      const Rows rows = take_rows(scratch, G, a);
       load_queries(a, rows, b, h, 0, 1);
       attend_all(a, rows, b, h, span(a, b, 0), scratch.take<float>(G * kBlock));
       store_rows(a, rows, b, h, 0, 1);
     });
     return;
   }
-  Scratch shared(Scratch::kCall, heads * parts * rows_bytes(G, a.D) + Scratch::size<Rows>(heads * parts));
+  Scratch shared(Scratch::kCall, heads * parts * rows_bytes(G, a) + Scratch::size<Rows>(heads * parts));
   Rows* all = shared.take<Rows>(heads * parts);
-  for (int64_t i = 0; i < heads * parts; i++) all[i] = take_rows(shared, G, a.D);
+  for (int64_t i = 0; i < heads * parts; i++) all[i] = take_rows(shared, G, a);
   pool.run(heads * parts, [&](int64_t i) {
     const int64_t b = i / parts / a.Hkv, h = i / parts % a.Hkv, part = i % parts;
     const Span keys = span(a, b, 0);
@@ -82,7 +82,7 @@ void attend_prompt(const Attention& a, const Pool& pool) {
 }  // namespace
 
 void load_queries(const Attention& a, const Rows& rows, int64_t b, int64_t h, int64_t i0, int64_t n) {
-  const char* query = static_cast<const char*>(a.query) + a.group_offset(b, h);
+  const char* query = static_cast<const char*>(a.query) + a.group_offset(a.D, b, h);
   float* q = const_cast<float*>(rows.q);
   for (int64_t g = 0; g < a.G(); g++) {
     a.query_kernels().widen(q + g * n * a.D, query + (g * a.L + i0) * a.D * size_of(a.query_type), n * a.D);
@@ -91,13 +91,13 @@ void load_queries(const Attention& a, const Rows& rows, int64_t b, int64_t h, in
 }
 
 void store_rows(const Attention& a, const Rows& rows, int64_t b, int64_t h, int64_t i0, int64_t n) {
-  char* output = static_cast<char*>(a.output) + a.group_offset(b, h);
+  char* output = static_cast<char*>(a.output) + a.group_offset(a.Dv, b, h);
   for (int64_t r = 0; r < rows.count; r++) {
     const float factor = rows.sum[r] == 0 ? 0 : 1 / rows.sum[r];
-    float* row = rows.output + r * a.D;
-    for (int64_t d = 0; d < a.D; d++) row[d] *= factor;
+    float* row = rows.output + r * a.Dv;
+    for (int64_t d = 0; d < a.Dv; d++) row[d] *= factor;
     const int64_t at = r / n * a.L + i0 + r % n;
-    a.query_kernels().narrow(output + at * a.D * size_of(a.query_type), row, a.D);
+    a.query_kernels().narrow(output + at * a.Dv * size_of(a.query_type), row, a.Dv);
     if (a.lse) a.lse[(b * a.Hq + h * a.G()) * a.L + at] = lse_of(rows.top[r], rows.sum[r]);
   }
 }
@@ -110,27 +110,27 @@ void merge(const Rows* parts, int64_t count) {
     for (int r = 0; r < whole.count; r++) {
       const float top = std::max(whole.top[r], parts[p].top[r]), shift = std::isinf(top) && top < 0 ? 0 : top;
       const float ours = std::exp(whole.top[r] - shift), theirs = std::exp(parts[p].top[r] - shift);
-      float *to = whole.output + int64_t(r) * whole.D, *from = parts[p].output + int64_t(r) * whole.D;
-      for (int d = 0; d < whole.D; d++) to[d] = ours * to[d] + theirs * from[d];
+      float *to = whole.output + int64_t(r) * whole.Dv, *from = parts[p].output + int64_t(r) * whole.Dv;
+      for (int d = 0; d < whole.Dv; d++) to[d] = ours * to[d] + theirs * from[d];
       whole.sum[r] = ours * whole.sum[r] + theirs * parts[p].sum[r];
       whole.top[r] = top;
     }
   }
 }
 
-size_t rows_bytes(int64_t count, int64_t D) {
-  return 2 * Scratch::size<float>(count * D) + 2 * Scratch::size<float>(count);
+size_t rows_bytes(int64_t count, const Attention& a) {
+  return Scratch::size<float>(count * a.D) + Scratch::size<float>(count * a.Dv) + 2 * Scratch::size<float>(count);
 }
 
-Rows take_rows(Scratch& scratch, int64_t count, int64_t D) {
+Rows take_rows(Scratch& scratch, int64_t count, const Attention& a) {
   Rows rows;
   rows.count = int(count);
-  rows.D = int(D);
-  rows.q = scratch.take<float>(count * D);
-  rows.output = scratch.take<float>(count * D);
+  rows.D = int(a.D), rows.Dv = int(a.Dv);
+  rows.q = scratch.take<float>(count * a.D);
+  rows.output = scratch.take<float>(count * a.Dv);
   rows.top = scratch.take<float>(count);
   rows.sum = scratch.take<float>(count);
-  std::fill(rows.output, rows.output + count * D, 0.0f);
+  std::fill(rows.output, rows.output + count * a.Dv, 0.0f);
   std::fill(rows.top, rows.top + count, -INFINITY);
   std::fill(rows.sum, rows.sum + count, 0.0f);
   return rows;
@@ -170,7 +170,7 @@ void attend_lists(const Attention& a, int64_t room, const SelectKeys& select_key
     int64_t count;
     int32_t* listed;
   };
-  Scratch shared(Scratch::kCall, heads * (Scratch::size<int32_t>(room) + most_parts * rows_bytes(a.G(), a.D)) +
+  Scratch shared(Scratch::kCall, heads * (Scratch::size<int32_t>(room) + most_parts * rows_bytes(a.G(), a)) +
                                      Scratch::size<Found>(heads) + Scratch::size<Rows>(heads * most_parts));
   Found* found = shared.take<Found>(heads);
   for (int64_t i = 0; i < heads; i++) found[i] = {0, shared.take<int32_t>(room)};
@@ -179,7 +179,7 @@ void attend_lists(const Attention& a, int64_t room, const SelectKeys& select_key
   for (int64_t i = 0; i < heads; i++) longest = std::max(longest, found[i].count);
   const int64_t parts = parts_for(heads, longest, kLeastListed, 4);
   Rows* rows = shared.take<Rows>(heads * parts);
-  for (int64_t i = 0; i < heads * parts; i++) rows[i] = take_rows(shared, a.G(), a.D);
+  for (int64_t i = 0; i < heads * parts; i++) rows[i] = take_rows(shared, a.G(), a);
   pool.run(heads * parts, [&](int64_t i) {
     const Found& of = found[i / parts];
     const int64_t low = of.count * (i % parts) / parts, high = of.count * (i % parts + 1) / parts;

@@ -53,9 +53,9 @@ void score_block(const Rows& rows, const Keys& block, float* scores) {
       if (block.index && ahead < block.count) prefetch(keys + row_of(block, ahead) * D, D * sizeof(T));
     }
     for (int c = 0; c < kTileKeys; c++) {  // after the end, repeat the last key; its score is ignored
-      const int64_t row = row_of(block, j + c < block.count ? j + c : block.count - 1) * D;
-      k[c] = keys + row;
-      prefetch(values + row, D * sizeof(T));
+      const int64_t at = row_of(block, j + c < block.count ? j + c : block.count - 1);
+      k[c] = keys + at * D;
+      prefetch(values + at * rows.Dv, rows.Dv * sizeof(T));
     }
     int r = 0;
     for (; r + 4 <= rows.count; r += 4) dots<4>(rows.q + int64_t(r) * D, k, D, scores + r * kBlock + j);
@@ -119,10 +119,10 @@ void weigh(const Rows& rows, const Keys& block, float* scores) {
       float faded[W];
       store(faded, exp(set1(rows.top[r] - shift)));
       rows.sum[r] *= faded[0];
-      float* out = rows.output + int64_t(r) * rows.D;
+      float* out = rows.output + int64_t(r) * rows.Dv;
       const F factor = set1(faded[0]);
-      for (int d = 0; d < rows.D; d += W) {
-        const int n = rows.D - d < W ? rows.D - d : W;
+      for (int d = 0; d < rows.Dv; d += W) {
+        const int n = rows.Dv - d < W ? rows.Dv - d : W;
         store_part(out + d, mul(load_part(out + d, n), factor), n);
       }
       rows.top[r] = top;
@@ -135,16 +135,16 @@ void weigh(const Rows& rows, const Keys& block, float* scores) {
 template <int R, int N, class T>
 inline void add_values(const Rows& rows, int r0, int d, const Keys& block, const float* weights, bool fetch) {
   const T *values = static_cast<const T*>(block.values), *keys = static_cast<const T*>(block.keys);
-  const int D = rows.D;
-  const int part = N == 1 && D - d < W ? D - d : W;
-  float* out = rows.output + int64_t(r0) * D + d;
+  const int D = rows.D, Dv = rows.Dv;
+  const int part = N == 1 && Dv - d < W ? Dv - d : W;
+  float* out = rows.output + int64_t(r0) * Dv + d;
   F total[R][N];
   for (int r = 0; r < R; r++) {
-    for (int n = 0; n < N; n++) total[r][n] = load_part(out + int64_t(r) * D + n * W, part);
+    for (int n = 0; n < N; n++) total[r][n] = load_part(out + int64_t(r) * Dv + n * W, part);
   }
   for (int j = 0; j < block.count; j++) {
     if (fetch && j < block.next) prefetch(keys + row_of(block, block.count + j) * D, D * sizeof(T));
-    const T* v = values + row_of(block, j) * D + d;
+    const T* v = values + row_of(block, j) * Dv + d;
     F value[N];
     for (int n = 0; n < N; n++) value[n] = load_part(v + n * W, part);
     for (int r = 0; r < R; r++) {
@@ -153,17 +153,17 @@ inline void add_values(const Rows& rows, int r0, int d, const Keys& block, const
     }
   }
   for (int r = 0; r < R; r++) {
-    for (int n = 0; n < N; n++) store_part(out + int64_t(r) * D + n * W, total[r][n], part);
+    for (int n = 0; n < N; n++) store_part(out + int64_t(r) * Dv + n * W, total[r][n], part);
   }
 }
 
 template <int R, class T>
 void add_rows(const Rows& rows, int r0, const Keys& block, const float* weights) {
   int d = 0;
-  for (; d + kTileVectors * W <= rows.D; d += kTileVectors * W) {
+  for (; d + kTileVectors * W <= rows.Dv; d += kTileVectors * W) {
     add_values<R, kTileVectors, T>(rows, r0, d, block, weights, r0 + d == 0);
   }
-  for (; d < rows.D; d += W) add_values<R, 1, T>(rows, r0, d, block, weights, r0 + d == 0);
+  for (; d < rows.Dv; d += W) add_values<R, 1, T>(rows, r0, d, block, weights, r0 + d == 0);
 }
 
 template <class T>

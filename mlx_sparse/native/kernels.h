@@ -25,9 +25,9 @@ constexpr int kRecord = kHeader + kGroup / 2;  // bytes of a record with 4-bit c
 // Running softmax of query rows of one KV head over blocks of keys.
 struct Rows {
   int count;       // number of rows
-  int D;           //
+  int D, Dv;       // head dims of keys and values
   const float* q;  // (count, D), queries times the factor of the logits
-  float* output;   // (count, D), weighted sum of values so far, relative to `top`
+  float* output;   // (count, Dv), weighted sum of values so far, relative to `top`
   float* top;      // (count), largest logit so far
   float* sum;      // (count), sum of exponentials, relative to `top`
 };
@@ -44,7 +44,7 @@ struct Bias {
 // A block of at most kBlock keys: rows `first`, `first` + 1, ... of the planes, or the rows that `index` lists.
 struct Keys {
   const void* keys;    // (C, D) of this head
-  const void* values;  // (C, D)
+  const void* values;  // (C, Dv)
   const int32_t* index;
   int64_t first;
   int count;

@@ -17,20 +17,21 @@ Span span(const Attention& a, int64_t b, int64_t i) {
 }
 
 size_t RowTile::bytes(const Attention& a, int64_t count) {
-  const int64_t width = width_of(count), wide = a.type == kTypeFloat ? 0 : kBlock * a.D;
-  return 3 * Scratch::size<float>(width * a.D) + Scratch::size<float>(kBlock * width) +
-         3 * Scratch::size<float>(width) + 2 * Scratch::size<float>(wide);
+  const int64_t width = width_of(count), wide = a.type == kTypeFloat ? 0 : kBlock;
+  return Scratch::size<float>(width * std::max(a.D, a.Dv)) + Scratch::size<float>(width * a.D) +
+         Scratch::size<float>(width * a.Dv) + Scratch::size<float>(kBlock * width) +
+         3 * Scratch::size<float>(width) + Scratch::size<float>(wide * a.D) + Scratch::size<float>(wide * a.Dv);
 }
 
 RowTile::RowTile(const Attention& a, const RowSet& rows, Scratch& scratch)
     : a_(a), rows_(rows), tiles_(*a.kernels->tiles), kv_head_(rows.h0 / a.G()), width_(int(width_of(rows.count()))) {
-  const int64_t D = a.D, wide = a.type == kTypeFloat ? 0 : kBlock * D;
-  rows_room_ = scratch.take<float>(width_ * D);
-  queries_ = scratch.take<float>(width_ * D), output_ = scratch.take<float>(width_ * D);
+  const int64_t D = a.D, Dv = a.Dv, wide = a.type == kTypeFloat ? 0 : kBlock;
+  rows_room_ = scratch.take<float>(width_ * std::max(D, Dv));
+  queries_ = scratch.take<float>(width_ * D), output_ = scratch.take<float>(width_ * Dv);
   logits_ = scratch.take<float>(kBlock * width_);
   top_ = scratch.take<float>(width_), sum_ = scratch.take<float>(width_), faded_ = scratch.take<float>(width_);
-  keys_ = scratch.take<float>(wide), values_ = scratch.take<float>(wide);
-  std::fill(output_, output_ + width_ * D, 0.0f);
+  keys_ = scratch.take<float>(wide * D), values_ = scratch.take<float>(wide * Dv);
+  std::fill(output_, output_ + width_ * Dv, 0.0f);
   std::fill(top_, top_ + width_, -INFINITY);
   std::fill(sum_, sum_ + width_, 0.0f);
   load();
@@ -52,15 +53,15 @@ void RowTile::load() {
   }
 }
 
-const float* RowTile::widened(const void* cache, int64_t j, int n, float* room) const {
-  const char* plane = a_.plane(cache, rows_.b, kv_head_);
-  if (a_.type == kTypeFloat) return reinterpret_cast<const float*>(plane) + j * a_.D;
-  a_.read(room, plane, j, n);
+const float* RowTile::widened(const void* cache, int64_t width, int64_t j, int n, float* room) const {
+  const char* row = a_.row(cache, width, rows_.b, kv_head_, j);
+  if (a_.type == kTypeFloat) return reinterpret_cast<const float*>(row);
+  a_.typed().widen(room, row, n * width);
   return room;
 }
 
 float* RowTile::logits(int64_t j, int n) {
-  tiles_.multiply(widened(a_.keys, j, n, keys_), a_.D, 1, queries_, logits_, n, int(a_.D), width_, false);
+  tiles_.multiply(widened(a_.keys, a_.D, j, n, keys_), a_.D, 1, queries_, logits_, n, int(a_.D), width_, false);
   const Span latest_start = span(a_, rows_.b, rows_.i0 + rows_.n - 1), earliest_end = span(a_, rows_.b, rows_.i0);
   if (j < latest_start.low || j + n > earliest_end.high) mask(j, n);
   return logits_;
@@ -81,23 +82,24 @@ void RowTile::attend(int64_t j, int n) {
   logits(j, n);
   tiles_.weigh(logits_, n, width_, top_, sum_, faded_);
   const bool changed = std::any_of(faded_, faded_ + width_, [](float x) { return x != 1; });
-  if (changed) tiles_.scale(output_, int(a_.D), width_, faded_);
-  tiles_.multiply(widened(a_.values, j, n, values_), 1, a_.D, logits_, output_, int(a_.D), n, width_, true);
+  const int64_t Dv = a_.Dv;
+  if (changed) tiles_.scale(output_, int(Dv), width_, faded_);
+  tiles_.multiply(widened(a_.values, Dv, j, n, values_), 1, Dv, logits_, output_, int(Dv), n, width_, true);
 }
 
 void RowTile::write() {
-  const int64_t D = a_.D, n = rows_.n;
+  const int64_t Dv = a_.Dv, n = rows_.n;
   for (int r = 0; r < width_; r++) faded_[r] = sum_[r] == 0 ? 0 : 1 / sum_[r];
-  tiles_.scale(output_, int(D), width_, faded_);
+  tiles_.scale(output_, int(Dv), width_, faded_);
   for (int64_t r = 0; r < width_; r += kTileLanes) {
-    for (int64_t d = 0; d < D; d++) {
-      for (int64_t i = 0; i < kTileLanes; i++) rows_room_[(r + i) * D + d] = output_[d * width_ + r + i];
+    for (int64_t d = 0; d < Dv; d++) {
+      for (int64_t i = 0; i < kTileLanes; i++) rows_room_[(r + i) * Dv + d] = output_[d * width_ + r + i];
     }
   }
   for (int64_t g = 0; g < rows_.heads; g++) {
     const int64_t row = (rows_.b * a_.Hq + rows_.h0 + g) * a_.L + rows_.i0;
-    char* output = static_cast<char*>(a_.output) + row * D * size_of(a_.query_type);
-    a_.query_kernels().narrow(output, rows_room_ + g * n * D, n * D);
+    char* output = static_cast<char*>(a_.output) + row * Dv * size_of(a_.query_type);
+    a_.query_kernels().narrow(output, rows_room_ + g * n * Dv, n * Dv);
     for (int64_t i = 0; a_.lse && i < n; i++) a_.lse[row + i] = lse_of(top_[g * n + i], sum_[g * n + i]);
   }
 }

@@ -29,7 +29,7 @@ class RowTile {
   int width() const { return width_; }
 
  private:
-  const float* widened(const void* plane, int64_t j, int n, float* room) const;
+  const float* widened(const void* cache, int64_t width, int64_t j, int n, float* room) const;
   void load();
   void mask(int64_t j, int n);
 

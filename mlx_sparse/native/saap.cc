@@ -88,7 +88,7 @@ const uint8_t* Step::route(int64_t b, int64_t h, Scratch& scratch) const {
   float *x = scratch.take<float>(G * padded(widest)), *y = scratch.take<float>(G * padded(widest));
   int32_t *chosen = scratch.take<int32_t>(s.probes), *work = scratch.take<int32_t>(widest);
   uint8_t* visited = scratch.take<uint8_t>(N + 1);
-  const char* query = static_cast<const char*>(s.query_before) + a.group_offset(b, h);
+  const char* query = static_cast<const char*>(s.query_before) + a.group_offset(D, b, h);
   for (int64_t g = 0; g < G; g++) {
     a.query_kernels().widen(x + g * padded(D), query + g * D * size_of(a.query_type), D);
   }
@@ -188,7 +188,7 @@ void Assign::head(int64_t b, int64_t h) const {
   for (int64_t i = 0; i < L; i += kTokens) {
     const int64_t n = std::min(kTokens, L - i);
     kernels->type[type].widen(rows, keys + i * D * key_item, n * D);
-    const Rows tokens{int(n), int(D), rows, nullptr, nullptr, nullptr};
+    const Rows tokens{int(n), int(D), int(D), rows, nullptr, nullptr, nullptr};
     float best[kTokens];
     std::fill(best, best + n, -__builtin_inff());
     std::fill(ids + i, ids + i + n, int16_t(0));  // keys with NaN or inf stay in bucket 0, because all products are NaN

@@ -13,9 +13,9 @@ constexpr int64_t kLeastKeys = 2048;  // minimum keys per split
 constexpr int64_t kCollected = 256;   // keys between two reservoir updates
 
 size_t Step::head_bytes(int64_t blocks) const {
-  return rows_bytes(G, a.D) + Scratch::size<float>(G * s.rank) + Scratch::size<int32_t>(s.rank) +
-         3 * Scratch::size<float>(a.D) + Scratch::size<int32_t>(a.D) + Scratch::size<float>(blocks * G * grid.stride) +
-         3 * Scratch::size<float>(blocks * G);
+  return rows_bytes(G, a) + Scratch::size<float>(G * s.rank) + Scratch::size<int32_t>(s.rank) +
+         2 * Scratch::size<float>(a.D) + Scratch::size<float>(a.Dv) + Scratch::size<int32_t>(a.D) +
+         Scratch::size<float>(blocks * G * grid.stride) + 3 * Scratch::size<float>(blocks * G);
 }
 
 Head Step::take_head(Scratch& scratch, int64_t b, int64_t h, int64_t blocks) const {
@@ -24,10 +24,10 @@ Head Step::take_head(Scratch& scratch, int64_t b, int64_t h, int64_t blocks) con
   head.blocks = blocks_of(b);
   head.block0 = head.blocks ? grid.block_of(head.first - origin(b)) : 0;
   head.everything = head.end - head.first <= s.top_k;
-  head.rows = take_rows(scratch, G, a.D);
+  head.rows = take_rows(scratch, G, a);
   head.packed = scratch.take<float>(G * s.rank);
   head.components = scratch.take<int32_t>(s.rank);
-  head.mean = scratch.take<float>(a.D), head.deviation = scratch.take<float>(a.D);
+  head.mean = scratch.take<float>(a.Dv), head.deviation = scratch.take<float>(a.D);
   head.component = scratch.take<float>(a.D), head.work = scratch.take<int32_t>(a.D);
   head.scores = scratch.take<float>(blocks * G * grid.stride);
   head.tops = scratch.take<float>(blocks * G), head.sums = scratch.take<float>(blocks * G);
@@ -61,13 +61,13 @@ float Step::share(const Head& head, int64_t g, int64_t key) const {
 
 // (sparq.8), (sparq.10): adds the mean value, weighted by the softmax mass of the unselected keys.
 void Step::mix(const Head& head, int64_t g, float alpha) const {
-  float* out = head.rows.output + g * a.D;
-  for (int64_t d = 0; d < a.D; d++) out[d] = alpha == 1 ? out[d] : alpha * out[d] + (1 - alpha) * head.mean[d];
+  float* out = head.rows.output + g * a.Dv;
+  for (int64_t d = 0; d < a.Dv; d++) out[d] = alpha == 1 ? out[d] : alpha * out[d] + (1 - alpha) * head.mean[d];
 }
 
 // Computes (sparq.7) to (sparq.10) over the best keys and the local window.
 void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch& scratch) const {
-  const int64_t D = a.D;
+  const int64_t Dv = a.Dv;
   int32_t* chosen = scratch.take<int32_t>(s.top_k);
   float* weights = scratch.take<float>(G * kBlock);
   if (count) std::copy(best, best + count, chosen);
@@ -90,7 +90,7 @@ void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch&
   float recall = 0;
   for (int64_t g = 0; g < G; g++) {
     const float sum = head.rows.sum[g], factor = sum == 0 ? 0 : 1 / sum;
-    for (float* out = head.rows.output + g * D; out < head.rows.output + (g + 1) * D; out++) *out *= factor;
+    for (float* out = head.rows.output + g * Dv; out < head.rows.output + (g + 1) * Dv; out++) *out *= factor;
     float alpha = sum == 0 ? 0 : sum * factor;  // 1, or NaN
     if (!head.everything && (s.reallocate || s.recall)) {
       alpha = 0;
@@ -101,7 +101,8 @@ void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch&
     if (a.lse) a.lse[head.b * a.Hq + head.h * G + g] = lse_of(head.rows.top[g], sum);
   }
   if (s.recall) s.recall[head.b * a.Hkv + head.h] = recall / float(G);
-  a.query_kernels().narrow(static_cast<char*>(a.output) + a.group_offset(head.b, head.h), head.rows.output, G * D);
+  char* output = static_cast<char*>(a.output) + a.group_offset(Dv, head.b, head.h);
+  a.query_kernels().narrow(output, head.rows.output, G * Dv);
 }
 
 void Step::whole_head(int64_t b, int64_t h) const {

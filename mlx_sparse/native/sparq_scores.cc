@@ -8,7 +8,7 @@ namespace sparse::sparq {
 
 // Computes the mean value (sparq.9), and the deviation of (sparq.1) or the spread (sparq.22) that replaces it.
 void Step::statistics(Head& head) const {
-  const int64_t D = a.D, at = (head.b * a.Hkv + head.h) * D;
+  const int64_t D = a.D, Dv = a.Dv, plane = head.b * a.Hkv + head.h, at = plane * D;
   if (s.summary) {
     const float *summary = s.summary + 3 * at, count = float(std::max<int64_t>(1, head.end - head.first));
     for (int64_t d = 0; d < D; d++) head.mean[d] = summary[d] / count;
@@ -16,7 +16,7 @@ void Step::statistics(Head& head) const {
     return;
   }
   if (!s.sums) {
-    if (s.value_mean) std::copy(s.value_mean + at, s.value_mean + at + D, head.mean);
+    if (s.value_mean) std::copy(s.value_mean + plane * Dv, s.value_mean + (plane + 1) * Dv, head.mean);
     if (s.deviation) std::copy(s.deviation + at, s.deviation + at + D, head.deviation);
     return;
   }
@@ -27,7 +27,7 @@ void Step::statistics(Head& head) const {
 void Step::prepare(Head& head) const {
   const int64_t D = a.D;
   float* q = const_cast<float*>(head.rows.q);
-  a.query_kernels().widen(q, static_cast<const char*>(a.query) + a.group_offset(head.b, head.h), G * D);
+  a.query_kernels().widen(q, static_cast<const char*>(a.query) + a.group_offset(D, head.b, head.h), G * D);
   if (s.reallocate || s.by_key) statistics(head);
   const int64_t plane = head.b * a.Hkv + head.h;
   if (s.codes.codes) head.center = s.summary ? s.summary + (plane * 3 + 1) * D : s.center + plane * D;
@@ -118,7 +118,7 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
   const int64_t from = std::max(keys.low, tail), count = keys.high - from;
   if (count <= 0) return;
   for (int64_t j = 0; j < count; j++) {
-    a.read(whole, a.plane(a.keys, head.b, head.h), from + j, 1);
+    a.typed().widen(whole, a.row(a.keys, D, head.b, head.h, from + j), D);
     for (int64_t i = 0; i < rank; i++) {
       const int32_t d = head.components[i];
       rows[j * rank + i] = whole[d] - head.center[d];
@@ -129,7 +129,7 @@ void Step::score_codes(const Head& head, Span keys, float* scores) const {
     for (int64_t i = 0; i < rank; i++) q[g * rank + i] = head.packed[tile * rank + i * heads + g - tile];
   }
   const Keys block{rows, rows, nullptr, 0, int(count), 0, nullptr, nullptr};
-  a.kernels->type[kTypeFloat].score({int(G), int(rank), q, nullptr, nullptr, nullptr}, block, found);
+  a.kernels->type[kTypeFloat].score({int(G), int(rank), int(rank), q, nullptr, nullptr, nullptr}, block, found);
   for (int64_t g = 0; g < G; g++) {
     std::copy(found + g * kBlock, found + g * kBlock + count, scores + g * grid.stride + from - keys.low);
   }

@@ -30,7 +30,7 @@ struct Head {
   Rows rows;               // exact queries, and the output
   float* packed;           // queries over the components, times c / t, in the layout of `approximate`
   int32_t* components;
-  float *mean, *deviation;  // (D)
+  float *mean, *deviation;  // (Dv), (D)
   const float* center;      // (D), of int4 scoring keys
   float* component;         // (D): scores of the components
   int32_t* work;            // (D)

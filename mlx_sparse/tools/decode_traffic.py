@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 
 from ..calibrate.timing import Layer
 from ..core.base import Method
-from ..core.stats import dense_elements
 from ..lm import seam
 from ..lm.call import active
 from ..model_info import leaves, new_caches, weights_read
@@ -58,20 +57,17 @@ class Served:
 
     def dense_bytes(self, S: int) -> int:
         step = self.layer.step
-        return self.layers * step.heads * step.itemsize * dense_elements(S, step.D)
+        return self.layers * step.heads * step.itemsize * (S + 1) * (step.D + step.value_dim)
 
     def saved(self, S: int) -> int:
         """Return how many bytes fewer the method moves than dense attention in a decode step at ``S`` keys.
 
-        The method's formula gives the number of bytes, less the values if the keys are also the values (MLA). If the
-        method attends to all keys, return 0.
+        If the method attends to all keys, return 0.
         """
         if S <= self.config.attended:
             return 0
         step = self.layer.step
-        moved = self.config.elements(S, step.D, step.buckets)
-        if step.latent:
-            moved += (S + 1) * step.D - self.config.rows(S) // 2 * step.D  # `dense_bytes` counts values too
+        moved = self.config.elements(S, step.D, step.buckets) - self.config.value_rows(S) * (step.D - step.value_dim)
         return max(0, self.dense_bytes(S) - self.layers * step.heads * step.itemsize * moved)
 
 

@@ -7,7 +7,7 @@ namespace sparse {
 void set_sizes(Attention& a, const Tensor& query, const Tensor& cache) {
   query.expect({-1, -1, -1, -1});
   cache.expect({query.shape[0], -1, -1, query.shape[3]});
-  a.B = query.shape[0], a.Hq = query.shape[1], a.L = query.shape[2], a.D = query.shape[3];
+  a.B = query.shape[0], a.Hq = query.shape[1], a.L = query.shape[2], a.D = a.Dv = query.shape[3];
   a.Hkv = cache.shape[1], a.C = cache.shape[2];
   if (a.Hq % a.Hkv) fail("query", "a multiple of Hkv=" + to_string(a.Hkv) + " heads", to_string(a.Hq));
   if (a.C > kMost) fail(cache.name, "a capacity below 2**31", to_string(a.C));

@@ -258,7 +258,9 @@ def batch(model: Any, tokenizer: TokenizerWrapper, lengths: list[int]) -> list[l
 
 
 # mlx-lm 0.31 cannot batch internlm2: its rope takes one offset only.
-BATCHED = [family for family in FAMILIES if family != "internlm2" or metadata.version("mlx-lm") >= "0.32"]
+BATCHED = [
+    family for family in (*FAMILIES, "deepseek_v2") if family != "internlm2" or metadata.version("mlx-lm") >= "0.32"
+]
 
 
 @pytest.mark.parametrize("family", BATCHED)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+import family_models
 import mlx.core as mx
+import models_survey
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import base
-from tiny_models import FAMILIES, UNSERVED, EveryStepSparQ, build, greedy, prompt_of
+from tiny_models import FAMILIES, MORE, UNSERVED, EveryStepSparQ, build, greedy, prompt_of
 
 import mlx_sparse
-from mlx_sparse.core import reasons
 from mlx_sparse.lm import seam
 from mlx_sparse.methods import SparQ
 
@@ -26,14 +27,14 @@ def largest_difference(a: mx.array, b: mx.array) -> float:
     return float(mx.abs(a - b).max())
 
 
+SERVED = {**FAMILIES, "deepseek_v2": MORE["deepseek_v2"]}
 EVERY_STEP = EveryStepSparQ(rank=4, top_k=64)
 REALLOCATE = EveryStepSparQ(rank=16, top_k=64, reallocate=True)  # not with the sinks of gpt_oss
 
 
 @pytest.mark.parametrize(
     ("family", "attn"),
-    [(family, EVERY_STEP) for family in FAMILIES]
-    + [(family, REALLOCATE) for family in FAMILIES if family != "gpt_oss"],
+    [(family, EVERY_STEP) for family in SERVED] + [(family, REALLOCATE) for family in SERVED if family != "gpt_oss"],
 )
 def test_the_sparse_step_over_every_key_gives_the_dense_tokens(family: str, attn: SparQ):
     model, prompt = build(family), prompt_of(PROMPT)
@@ -46,13 +47,13 @@ def test_the_sparse_step_over_every_key_gives_the_dense_tokens(family: str, attn
     assert largest_difference(same_logits, logits) < 1e-4 * float(mx.abs(logits).max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED)
 def test_small_top_k_is_sparse_in_every_served_layer(family: str):
     model, prompt = build(family), prompt_of(PROMPT)
     tokens, logits = greedy(model, prompt, STEPS)
     with mlx_sparse.sparse(model, SPARSE) as report:
         other_tokens, other_logits = greedy(model, prompt, STEPS)
-    layers = FAMILIES[family].get("num_hidden_layers", 2)
+    layers = SERVED[family].get("num_hidden_layers", 2)
     assert report.layers == layers
     assert report.served_layers == layers - WITH_SLIDING_LAYERS.get(family, 0) == layers - report.dense_layers.total()
     assert report.sparse_calls == report.served_layers * STEPS
@@ -61,7 +62,7 @@ def test_small_top_k_is_sparse_in_every_served_layer(family: str):
     assert report.sparse_bytes < report.dense_bytes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED)
 def test_disable_restores_tokens_class_parameters_and_modules(family: str):
     model, prompt = build(family), prompt_of(PROMPT)
     cls, names = type(model), [name for name, _ in tree_flatten(model.parameters())]
@@ -89,9 +90,31 @@ def test_family_without_servable_layers_is_refused_by_name(family: str, monkeypa
     assert type(model) is cls
 
 
-def test_other_head_dims_are_refused_with_the_reason():
-    with pytest.raises(mlx_sparse.ConfigError, match=f": 2 {reasons.OTHER_HEAD_DIMS}\\.$"):
-        mlx_sparse.enable(build("deepseek_v2"), "sparq:rank=4")
+# Families whose values have another head dim than their keys: the layers that are sparse, KV heads, G, D and Dv.
+VALUE_DIMS = {
+    **dict.fromkeys(("deepseek_v2", "minicpm3", "youtu_llm"), (4, 4, 1, 24, 16)),
+    "mimo_v2_flash": (1, 2, 2, 16, 8),
+}
+
+
+@pytest.mark.parametrize("backend", ["ops", "auto"])
+@pytest.mark.parametrize("family", VALUE_DIMS)
+def test_values_of_another_head_dim_are_served_and_their_bytes_are_counted(family: str, backend: str):
+    layers, heads, G, D, Dv = VALUE_DIMS[family]
+    model, prompt = family_models.build(family), prompt_of(PROMPT)
+    dense = models_survey.step_logits(model, prompt, [5, 6])
+    with mlx_sparse.sparse(model, models_survey.EVERY_KEY, backend=backend):
+        every = models_survey.step_logits(model, prompt, [5, 6])
+    with mlx_sparse.sparse(model, "sparq:rank=3,top_k=4,key_bits=16,dense_below=0", backend=backend) as report:
+        few = models_survey.step_logits(model, prompt, [5, 6])
+    largest, lengths = float(mx.abs(dense).max()), (PROMPT + 1, PROMPT + 2)
+    assert largest_difference(every, dense) < 1e-4 * largest
+    assert largest_difference(few, dense) > 1e-3 * largest
+    assert report.sparse_calls == 2 * layers
+    assert report.dense_bytes == layers * heads * 4 * sum((S + 1) * (D + Dv) for S in lengths)
+    moved = sum((3 + 2 * G) * S + 4 * (D + Dv) + D + 3 * Dv for S in lengths)  # components, scores, rows, mean value
+    assert report.sparse_bytes == layers * heads * 4 * moved
+    assert mx.array_equal(models_survey.step_logits(model, prompt, [5, 6]), dense), "disable restores dense attention"
 
 
 def test_report_counts_the_bytes_of_a_step():

@@ -50,6 +50,25 @@ def test_mistral4_is_sparse_in_every_layer() -> None:
     assert report.sparse_calls == report.served_layers == report.layers == text["num_hidden_layers"]
 
 
+@pytest.mark.parametrize(
+    ("family", "text", "tower"), [("kimi_vl", "deepseek_v3", "moonvit"), ("deepseek_vl_v2", "deepseek_v2", "vision")]
+)
+def test_values_of_another_head_dim_are_served(family: str, text: str, tower: str) -> None:
+    vision = {"model_type": tower, "merge_kernel_size": [2, 2]}
+    config = {"model_type": family, "text_config": family_models.config_of(text), "vision_config": vision}
+    model = vlm_models.of_config({**config, "projector_config": {}})
+    mx.eval(model.language_model.parameters())
+    prompt = family_models.prompt_of(vlm_table.PROMPT)
+    dense = models_survey.step_logits(model, prompt, [1, 2])
+    for attn in (models_survey.EVERY_KEY, vlm_table.FEW):
+        with mlx_sparse.sparse(model, attn) as report:
+            found = models_survey.step_logits(model, prompt, [1, 2])
+        assert report.sparse_calls == 2 * report.layers == 2 * report.served_layers > 0
+        close = bool(mx.abs(found - dense).max() < 1e-4 * mx.abs(dense).max())
+        assert close == (attn is models_survey.EVERY_KEY)
+    assert mx.array_equal(models_survey.step_logits(model, prompt, [1, 2]), dense)
+
+
 @pytest.mark.parametrize(("family", "layers"), [("deepseek_v3", 4), ("kimi_linear", 1)])
 def test_absorbed_attention_is_sparse_for_one_query_and_dense_for_several(family: str, layers: int) -> None:
     _, model = vlm_models.any_pair(family)

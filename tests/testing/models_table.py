@@ -35,7 +35,6 @@ SHORT = {
     "with a sliding window (RotatingKVCache)": "sliding window",
     "with a state of fixed size instead of keys": "state of fixed size",
     reasons.OTHER_ROWS: "keys or values that differ from the KV cache",
-    reasons.OTHER_HEAD_DIMS: "key and value head dims that differ",
     "with custom attention code or without attention": "custom attention code",
 }
 
@@ -72,7 +71,7 @@ def markdown(facts: Sequence[Facts], mlx_lm: str) -> str:
     models = [row.family for row in simple]
     dense: dict[str, list[str]] = {}
     for row in filter(_never, facts):
-        reason = " and ".join(_short(row, reason) for reason in row.dense)
+        reason = " and ".join(SHORT.get(reason, reason) for reason in row.dense)
         dense.setdefault(reason, []).append(row.family)
     latent = [row for row in facts if _latent(row)]
     rest = [row for row in facts if row not in simple and row not in latent and not _never(row)]
@@ -134,19 +133,13 @@ def _models(family: str) -> str:
     return "; ".join(filter(None, (NOTES["checkpoints"].get(family, ""), also)))
 
 
-def _short(row: Facts, reason: str) -> str:
-    """Return the short form of a reason. Keys and values also have other head dims in families without MLA."""
-    latent = any(kind.startswith("MLA") for kind in row.kinds) and reason == reasons.OTHER_HEAD_DIMS
-    return "MLA" if latent else SHORT.get(reason, reason)
-
-
 def _cells(row: Facts) -> tuple[str, str]:
     """Return the number of served layers, and the reasons of dense layers."""
     if row.how == "not run":
         return "not run", ""
     served = f"{row.served['sparq']} of {row.layers}"
     others = [f"`{name}` {count}" for name, count in row.served.items() if count != row.served["sparq"]]
-    dense = "; ".join(f"{count} {_short(row, reason)}" for reason, count in row.dense.items())
+    dense = "; ".join(f"{count} {SHORT.get(reason, reason)}" for reason, count in row.dense.items())
     return ", ".join([served, *others]), dense
 
 

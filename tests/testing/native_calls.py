@@ -55,10 +55,10 @@ class Call:
         types: tuple[str, str] = ("f32", "f32"),
         bias: tuple[Array, str] | None = None,
     ) -> None:
-        (B, Hq, L, D), (_, Hkv, capacity, _) = q.shape, k.shape
-        sizes = B, Hq, Hkv, L, capacity, capacity if length is None else length, D
+        (B, Hq, L, D), (_, Hkv, capacity, _), Dv = q.shape, k.shape, v.shape[3]
+        sizes = B, Hq, Hkv, L, capacity, capacity if length is None else length, D, Dv
         self.given = Attention(*sizes, *(TYPES[name] for name in types), scale=D**-0.5)
-        self.out, self.lse = stored(np.full(q.shape, np.nan), types[0]), np.full((B, Hq, L), np.nan, np.float32)
+        self.out, self.lse = stored(np.full((B, Hq, L, Dv), np.nan), types[0]), np.full((B, Hq, L), np.nan, np.float32)
         rows = {"queries": stored(q, types[0]), "keys": stored(k, types[1]), "values": stored(v, types[1])}
         padding = None if padding is None else np.array(padding, np.int32)
         if bias is not None:

@@ -289,10 +289,10 @@ def test_unreachable_budget_and_short_text_are_errors(tmp_path: Path, capsys: py
 
 
 def test_unsupported_model_reports_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "model", "deepseek_v2")
+    write(tmp_path / "model", "gemma2")
     assert cli.main(["advise", str(tmp_path / "model"), "--methods", "sparq:rank=4"]) == 1
     out = capsys.readouterr().out
-    reason = "`sparq:rank=4` cannot run: model: expected an attention layer that sparq can serve, got deepseek_v2"
+    reason = "`sparq:rank=4` cannot run: model: expected an attention layer that sparq can serve, got gemma2"
     assert reason in " ".join(out.split())
     assert "Not worth it on this machine: no method can serve a layer of this model." in out
 

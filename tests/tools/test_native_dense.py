@@ -90,7 +90,8 @@ def train(folder: Path) -> None:
 
 
 def time_decode_steps(folder: Path) -> None:
-    time_steps(SparQ(rank=4), Layer("cpu", Step(2, 2, 16, 4), mx.float32), 300, 0.0)
+    for Dv in (0, 8):
+        time_steps(SparQ(rank=4), Layer("cpu", Step(2, 2, 16, 4, Dv=Dv), mx.float32), 300, 0.0)
 
 
 def time_a_chunk(folder: Path) -> None:

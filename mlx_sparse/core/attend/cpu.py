@@ -32,7 +32,8 @@ def attend_indices(
     """
     N = indices.shape[2]
     if N == 0:
-        return mx.zeros_like(queries), mx.full(queries.shape[:3], -mx.inf)
+        out = mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
+        return out, mx.full(queries.shape[:3], -mx.inf)
     if indices.itemsize > 4:  # a number outside int32 may not wrap to a key index
         indices = mx.where((indices >= 0) & (indices < keys.shape[2]), indices, -1)
     lists = Lists(N)

@@ -157,7 +157,7 @@ def attend_indices(
     values_n = mx.where(filled[..., None], values_n, 0.0)
     weights, lse = softmax_lse(logits, mask)
     out = weights @ values_n
-    return out.reshape(queries.shape).astype(queries.dtype), lse.reshape(queries.shape[:3])
+    return out.reshape(*queries.shape[:3], -1).astype(queries.dtype), lse.reshape(queries.shape[:3])
 
 
 def dense_attention(

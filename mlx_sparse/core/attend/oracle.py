@@ -104,7 +104,7 @@ def attend_indices(
         scores, mask = add_bias(scores, np.take_along_axis(of_group, listed, axis=4), mask)
     weights, lse = softmax_lse(scores, mask)
     out = weighted_values(weights, values_n, mask)
-    return out.reshape(q.shape), lse.reshape(q.shape[:3])
+    return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 
 def dense_attention(
@@ -124,7 +124,7 @@ def dense_attention(
     """
     q, v = float64(queries), float64(values)
     weights, _, mask = dense_softmax(q, keys, scale=scale, left_padding=left_padding)
-    return weighted_values(weights, v, mask).reshape(q.shape)
+    return weighted_values(weights, v, mask).reshape(*q.shape[:3], -1)
 
 
 def dense_lse(

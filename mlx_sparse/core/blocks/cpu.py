@@ -29,7 +29,8 @@ def attend_blocks(
     """
     N = blocks.shape[3]
     if N == 0:
-        return mx.zeros_like(queries), mx.full(queries.shape[:3], -mx.inf)
+        out = mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
+        return out, mx.full(queries.shape[:3], -mx.inf)
     if blocks.itemsize > 4:  # a number outside int32 may not wrap to a block index
         blocks = mx.where((blocks >= 0) & (blocks < keys.shape[2]), blocks, -1)
     lists = Lists(N, block_size)

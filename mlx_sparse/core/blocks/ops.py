@@ -50,12 +50,13 @@ def attend_blocks(
     for items, listed, diagonal in _batches(np.array(blocks), layout):
         order.append(items)
         if listed.shape[1] == 0:
-            outs.append(mx.zeros((len(items), block_size, D), queries.dtype))
+            outs.append(mx.zeros((len(items), block_size, values.shape[-1]), queries.dtype))
             lses.append(mx.full((len(items), block_size), -mx.inf))
             continue
         b, h = (mx.array(axis[:, None]) for axis in np.divmod(items // R, Hq))
         at = (b, h // (Hq // keys.shape[1]), mx.array(listed))
-        q, (k, v) = rows[mx.array(items)], (array[at].reshape(len(items), -1, D) for array in (keys, values))
+        q, gathered = rows[mx.array(items)], (array[at] for array in (keys, values))
+        k, v = (array.reshape(len(items), -1, array.shape[-1]) for array in gathered)
         outs.append(attend(wait_for(outs, q), k, v, scale, diagonal).astype(queries.dtype))
         lses.append(_lse(wait_for(lses, q), k, scale, diagonal))
     back = mx.array(np.argsort(np.concatenate(order)))
@@ -64,7 +65,7 @@ def attend_blocks(
         whole = mx.concatenate(parts)[back].reshape(B, Hq, R * block_size, *tail_shape)
         return whole[:, :, lead : lead + L]
 
-    return gather(outs, D), gather(lses)
+    return gather(outs, values.shape[-1]), gather(lses)
 
 
 def wait_for(done: list[mx.array], array: mx.array) -> mx.array:

@@ -40,7 +40,7 @@ def attend_blocks(
     mask = mask.reshape(B, Hkv, Hq // Hkv, L, S)
     attended = np.logical_or.reduce(mask, axis=(2, 3))[..., None]
     weights, lse = softmax_lse(logits(q, np.where(attended, k, 0.0), scale), mask)
-    return weighted_values(weights, v, mask).reshape(q.shape), lse.reshape(q.shape[:3])
+    return weighted_values(weights, v, mask).reshape(B, Hq, L, -1), lse.reshape(q.shape[:3])
 
 
 def block_mask(blocks: Array, key_blocks: int) -> Array:

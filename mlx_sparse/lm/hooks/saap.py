@@ -216,7 +216,8 @@ class Indices(CallHooks):
     def step_bytes(self, cache: SparseCache, position: int, G: int, backend: str) -> int:
         """Return the bytes that a decode step moves, excluding the attended keys, which the device counts."""
         B, Hkv, _, D = cache.key_rows.shape
-        known: int = B * Hkv * (cache.key_rows.itemsize * saap_elements(D, 0) + self.sizes(cache)["network"])
+        moved = saap_elements(D, 0) - (D - cache.value_rows.shape[3])  # (sparq.27)
+        known: int = B * Hkv * (cache.key_rows.itemsize * moved + self.sizes(cache)["network"])
         return known
 
     def bind(self, cache: SparseCache, G: int, backend: str, served: list[int]) -> Step:
@@ -252,7 +253,7 @@ class Indices(CallHooks):
         valid = Hkv * sum(cache.length - first_rows[sequence] for sequence in served)
         assert index.lists is not None
         listed = sum(index.lists.listed[sequence] for sequence in served)
-        data = valid, listed, 2 * cache.row_bytes + keys.itemsize
+        data = valid, listed, sum(cache.row_bytes) + keys.itemsize
         # `flatten` returns a new array that belongs to no other graph.
         self.counts.later("counted", BucketStatistics.read, data, counts.flatten())
         return attended

@@ -103,6 +103,9 @@ class FlexGen(Method):
     def rows(self, S: int) -> int:
         return S + min(self.attended, S)
 
+    def value_rows(self, S: int) -> int:
+        return min(self.attended, S) + 1
+
 
 @dataclass(frozen=True)
 class OracleTopK(Method):

@@ -91,7 +91,7 @@ def flexgen_attention(
     values_n = take_rows(values, rows).astype(mx.float32)
     out = kept @ mx.where((indices >= 0)[..., None], values_n, 0.0)
     kept_lse = mx.log(kept.sum(axis=-1)) + lse
-    return out.reshape(queries.shape).astype(queries.dtype), kept_lse.reshape(queries.shape[:3])
+    return out.reshape(*queries.shape[:3], -1).astype(queries.dtype), kept_lse.reshape(queries.shape[:3])
 
 
 def h2o_attention(

@@ -73,7 +73,7 @@ def flexgen_attention(
     mask = listed(indices, v.shape[2])[:, :, None, None, :]
     kept = np.where(mask, weights[:, :, :, None, :], 0.0)
     lse = softmax_lse(exact[:, :, :, None, :], np.broadcast_to(mask, kept.shape))[1]
-    return weighted_values(kept, v, mask).reshape(q.shape), lse.reshape(q.shape[:3])
+    return weighted_values(kept, v, mask).reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 
 def h2o_scores(

@@ -101,4 +101,4 @@ def gather_attention(
             pairs -= piece.sparse * skipped.sum(axis=-1).repeat(Hq // Hkv, axis=1)
     weights, lse = softmax_lse(logits(q, k, scale), np.broadcast_to(mask[:, :, None], (B, Hkv, Hq // Hkv, L, S)))
     out = weighted_values(weights, v, mask[:, :, None])
-    return out.reshape(q.shape), lse.reshape(B, Hq, L), pairs, recall
+    return out.reshape(B, Hq, L, -1), lse.reshape(B, Hq, L), pairs, recall

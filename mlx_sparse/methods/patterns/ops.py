@@ -217,7 +217,7 @@ def _attend(
         lses.append(mx.logsumexp(scores, axis=-1))
         weights = softmax(scores if weight is None else scores + weight)
         out = weights.reshape(B, Hkv, Hq // Hkv, stop - start, stop) @ v[..., :stop, :]
-        outs.append(out.reshape(B, Hq, stop - start, D).astype(queries.dtype))
+        outs.append(out.reshape(B, Hq, stop - start, -1).astype(queries.dtype))
         lists.append(block_lists(kept))
     width = max(listed.shape[-1] for listed in lists)
     lists = [mx.pad(one, [(0, 0)] * 3 + [(0, width - one.shape[-1])], constant_values=-1) for one in lists]

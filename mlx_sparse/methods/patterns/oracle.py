@@ -195,4 +195,4 @@ def _attend_keys(qkv: tuple[Array, Array, Array], mask: Array, weight: Array, sc
     by_group = mask.reshape(scores.shape)
     lse = softmax_lse(scores, by_group)[1].reshape(q.shape[:3])
     weights, _ = softmax_lse(scores + np.broadcast_to(weight, mask.shape).reshape(scores.shape), by_group)
-    return weighted_values(weights, v, by_group).reshape(q.shape), lse, block_lists(mask)
+    return weighted_values(weights, v, by_group).reshape(*q.shape[:3], -1), lse, block_lists(mask)

@@ -225,6 +225,9 @@ class SparQ(Method):
     def rows(self, S: int) -> int:
         return 2 * min(self.attended_at(S), S)
 
+    def value_rows(self, S: int) -> int:
+        return super().value_rows(S) + 2  # the mean value is read and written
+
     def _score_bytes(self, G: int, *, packed: bool, backend: str) -> int:
         """Return the bytes per key of the score buffer, which one pass over the keys writes and the next pass reads.
 

@@ -19,6 +19,7 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
+from mlx_sparse.core import reasons, registry
 from mlx_sparse.methods import Sample
 
 SAMPLE = Sample(block_size=32, alpha_column=0.5, alpha_slash=0.5, dense_below=0)
@@ -51,6 +52,13 @@ def test_prefill_of_a_cache_on_metal_equals_ops_with_whole_buffers(
     for scores, _, attended in (inputs[-3:], inputs[-6:-3]):
         assert scores["keys"] is attended["keys"] is cache.keys
         assert attended["values"] is cache.values
+
+
+def test_values_of_another_head_dim_stay_dense_on_metal_with_the_reason(metal: Metal) -> None:
+    model = build("deepseek_v2")
+    with pytest.raises(mlx_sparse.ConfigError, match=f": 2 {reasons.OTHER_HEAD_DIMS}\\.$"):
+        mlx_sparse.enable(model, "sparq:rank=4", backend="metal")
+    assert registry.resolve("auto", "sparq", D=24, G=1, Dv=16) == "ops"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -61,7 +61,7 @@ void attention_is_the_same(int type, int D, int rows, int keys) {
   for (int w = 0; w < 2; w++) {
     output[w].resize(rows * D), sum[w].resize(rows);
     Floats top(rows, -INFINITY), scores(rows * kBlock);
-    const Rows running{rows, D, q.data(), output[w].data(), top.data(), sum[w].data()};
+    const Rows running{rows, D, D, q.data(), output[w].data(), top.data(), sum[w].data()};
     Keys block{stored.data(), stored.data(), nullptr, 5, keys, 0, nullptr, nullptr};
     kBoth[w]->type[type].attend(running, block, scores.data());
     block.first = 140, block.low = low.data(), block.high = high.data();

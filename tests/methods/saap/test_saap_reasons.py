@@ -41,7 +41,9 @@ def test_first_layers_and_layers_missing_in_the_artefact_stay_dense(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("hunyuan_v1_dense", reasons.CHANGED_AFTER_ROPE), ("nanochat", reasons.ROPE_NOT_A_MODULE)]
+    ("family", "reason"),
+    [(name, reasons.CHANGED_AFTER_ROPE) for name in ("hunyuan_v1_dense", "deepseek_v2")]
+    + [("nanochat", reasons.ROPE_NOT_A_MODULE)],
 )
 def test_layers_without_tensors_before_rope_are_refused_by_name(family: str, reason: str):
     model = build(family)

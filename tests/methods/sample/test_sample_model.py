@@ -18,7 +18,7 @@ NO_DECODE = "with a single query (no decode method)"
 ALL_SAMPLED = "with sampled queries in every row block"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v2"])
 def test_sparse_prefill_over_every_block_gives_the_dense_logits(family: str):
     model, prompt = build(family), prompt_of(90)
     dense = [prompt_logits(model, prompt, step) for step in (90, 40)]
@@ -32,7 +32,7 @@ def test_sparse_prefill_over_every_block_gives_the_dense_logits(family: str):
         assert float(mx.abs(ours - theirs).max()) < 1e-4 * float(mx.abs(theirs).max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v2"])
 def test_sparse_prefill_changes_the_logits_of_every_family(family: str):
     model, prompt = build(family), prompt_of(200)
     dense = prompt_logits(model, prompt, 200)
