@@ -2,7 +2,7 @@
 """Draw the plots for the documentation. This script needs matplotlib.
 
 python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
-python scripts/plots.py speed      docs/speed.svg: tokens per second by context, from docs/results/speed.jsonl
+python scripts/plots.py speed      docs/speed.svg: first token and tokens per second, from docs/results/speed.jsonl
 python scripts/plots.py why        docs/results/why.svg: why SparQ and SAAP work, from docs/results/why.jsonl
 python scripts/plots.py quality    docs/quality.svg: copying accuracy against bytes, from docs/results/quality.jsonl
 python scripts/plots.py needles    docs/results/needle.svg: needles by depth and context, from the same rows
@@ -44,7 +44,7 @@ RECALL = [
     for i, k in enumerate((32, 64, 128, 256))
 ]
 MODELS = {"smollm2-135m-instruct": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M"}
-METHODS = {"dense": "0.45", "sparq": "tab:blue", "sample+sparq": "tab:cyan"}  # with colors
+METHODS = {"dense": "0.45", "sparq": "tab:blue", "gather:share=0.75,dense_below=0": "tab:cyan"}  # with colors
 
 
 def main() -> int:
@@ -90,18 +90,17 @@ def draw_bytes() -> Path:
 
 
 def draw_speed() -> Path:
-    """Draw the prompt and generation speeds of whole commands by context length, from the rows of `bench generate`."""
-    rows = _rows("speed", task="generate")
+    """Draw the time to the first token and the speed of SmolLM2 by context length, from rows of `bench generate`."""
+    rows = _rows("speed", task="generate", model="smollm2-135m-instruct")
     figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
-    for axes, speed in zip(panels, ("prompt", "generation"), strict=True):
+    units = {"time_to_first_token": "time to the first token, s", "generation": "generation, tokens/s"}
+    for axes, (metric, unit) in zip(panels, units.items(), strict=True):
         for method, color in METHODS.items():
-            own = [row for row in rows if row["method"] == f"{method} mlx" and row["metric"] == speed]
-            label = "plain mlx-lm" if method == "dense" else f"--attn {method}"
+            own = [row for row in rows if row["method"] == f"{method} mlx" and row["metric"] == metric]
+            label = "plain mlx-lm" if method == "dense" else f"--attn {method.partition(':')[0]}"
             axes.plot([row["context"] for row in own], [row["mean"] for row in own], "o-", color=color, label=label)
         axes.set_ylim(bottom=0)
-        _by_context(
-            axes, sorted({row["context"] for row in rows}), f"{speed} tokens/s", "SmolLM2-135M, float32, two CPU cores"
-        )
+        _by_context(axes, sorted({row["context"] for row in rows}), unit, "SmolLM2-135M, float32, two CPU cores")
     return _save(figure, "speed.svg")
 
 

@@ -1,4 +1,4 @@
-"""Define MkDocs hooks that add API pages and project files to the site, and rewrite links to files outside docs/."""
+"""Define MkDocs hooks that add API pages and project files, rewrite links to files outside docs/, and show formulas."""
 
 import posixpath
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -21,6 +22,8 @@ from mlx_sparse.methods import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 CODE = re.compile("`[^`]*`")
+PRIME = re.compile(r"<msup>(<mi>\w</mi><mi>&#x02032;</mi>)</msup>")  # fonts draw U+2032 raised already
+NUMBER = re.compile(r"\\tag\{([\w.]+)\}\s*$")
 # Defined in a class of `functions`. The functions of the baselines are generated from `METHODS`.
 WRITTEN = {name: getattr(functions.Functions, name) for name in public_functions("ops")}
 # Modules of the functions that packages import on first use.
@@ -28,6 +31,12 @@ HOMES = {
     "mlx_sparse": {name: f"{function.__module__}.{function.__qualname__}" for name, function in WRITTEN.items()},
     "cuda_ref": {name: f"cuda_ref.api.parts.{name}" for name in cuda_ref._HOMES["api.parts"].split()},
 }
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show blocks of the language `math` as formulas."""
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [{"name": "math", "class": "", "format": _formula}]}
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -107,6 +116,14 @@ class PublicNames(griffe.Extension):
             parameters = pkg[home.removeprefix(f"{pkg.name}.")].parameters
             if "self" in parameters:  # the functions are defined as methods
                 del parameters["self"]
+
+
+def _formula(latex: str, *args: Any, **kwargs: Any) -> str:
+    """Convert LaTeX to MathML, which browsers show without a script. The number in a final \\tag becomes an anchor."""
+    number = NUMBER.search(latex)
+    tag = f'<span id="{number[1]}">({number[1]})</span>' if number else ""
+    formula = PRIME.sub(r"<mrow>\1</mrow>", convert(NUMBER.sub("", latex), display="block"))
+    return f'<div class="formula">{formula}{tag}</div>'
 
 
 def _paths(nav: Any) -> Iterator[str]:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from html import unescape
 from pathlib import Path
+from xml.etree import ElementTree
 
 import markdown
 import pytest
@@ -54,6 +55,21 @@ def test_every_public_name_is_shown(site: Path) -> None:
     shown = (site / "api" / "methods" / "index.html").read_text(encoding="utf-8")
     for method in METHODS.values():
         assert f'id="{method.__module__}.{method.__name__}"' in shown, method
+
+
+def test_formulas_are_mathml_with_their_numbers(site: Path) -> None:
+    count = 0
+    for path in sorted((ROOT / "docs" / "spec").glob("*.md")):
+        html = (site / "spec" / path.stem / "index.html").read_text(encoding="utf-8")
+        sources = re.findall(r"```math\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+        shown = re.findall(r'<div class="formula">(<math.*?</math>)(.*?)</div>', html, re.DOTALL)
+        for source, (formula, number) in zip(sources, shown, strict=True):
+            tag = re.search(r"\\tag\{(.*)\}", source)
+            assert number == (f'<span id="{tag[1]}">({tag[1]})</span>' if tag else ""), source
+            read = "".join(ElementTree.fromstring(formula).itertext())
+            assert "\\" not in read and "$" not in read, read  # an unknown command stays LaTeX
+        count += len(shown)
+    assert count > 50
 
 
 def pages(repo_url: str) -> dict[str, tuple[str, str]]:

@@ -19,6 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import blas
 from ...checks import ConfigError, Parser, check_int, read_length
 from ...files import cache_directory
 from ...methods import parse, split_methods
@@ -156,6 +157,7 @@ def variants_of(
 
     from ...lm.loading import loading
 
+    blas.load(cache_directory())  # before the first dense run, because the sparse runs load it too
     with loading(model):
         loaded, tokenizer, *_ = load(model)
     prompt = list(tokenizer.encode(text))
