@@ -138,20 +138,22 @@ def draw_quality() -> Path:
     """Draw the share of tokens copied correctly against the bytes of a decode step, by method, model and context."""
     rows = _rows("quality", task="copying", metric="accuracy")
     places = sorted({(row["model"], row["context"]) for row in rows if row["budget"]}, key=lambda place: place[1])
+    colors = {method: f"C{i}" for i, method in enumerate(dict.fromkeys(row["method"] for row in rows))}
     figure, panels = plt.subplots(1, len(places), figsize=(4.2 * len(places), 3.6), layout="constrained", squeeze=False)
+    shown = {}
     for axes, (model, context) in zip(panels[0], places, strict=True):
         here = [row for row in rows if (row["model"], row["context"]) == (model, context)]
-        axes.axhline(here[0]["dense"], color="0.45", linestyle="--", label="dense")
+        shown["dense"] = axes.axhline(here[0]["dense"], color="0.45", linestyle="--")
         for method in dict.fromkeys(row["method"] for row in here if row["method"] != "dense"):
             own = sorted((row for row in here if row["method"] == method), key=lambda row: row["share"])
             across, up, bars = zip(*((row["share"], row["mean"], row["difference_sem"]) for row in own), strict=True)
-            axes.errorbar(across, up, bars, fmt="o-", capsize=2, label=method)
+            shown[method] = axes.errorbar(across, up, bars, fmt="o-", capsize=2, color=colors[method])
         axes.set_xscale("log", base=2)
         axes.set_xlabel("share of dense attention's bytes (counted)")
         axes.set_ylabel("tokens copied correctly")
         axes.set_title(f"{MODELS[model]}, {context / 1024:.0f}k tokens, n = {here[0]['examples']}", fontsize=10)
         axes.grid(alpha=0.3)
-    figure.legend(*panels[0][0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3)
+    figure.legend(list(shown.values()), list(shown), frameon=False, loc="outside lower center", ncols=4)
     return _save(figure, "quality.svg")
 
 
