@@ -184,6 +184,20 @@ def test_hidden_keys_never_reach_the_output(backend: Any) -> None:
         assert np.isfinite(backend.numpy(out)).all()
 
 
+@pytest.mark.parametrize("backend", ["ops", "metal"], indirect=True)
+def test_a_listed_key_that_is_hidden_from_all_heads_is_an_empty_slot(backend: Any) -> None:
+    case, bias = CASES[5], bias_of(CASES[5])
+    q, k, v = case.inputs()
+    spoiled = ~oracle.attend.visible_keys(bias, case.Hkv)[..., None]
+    every = np.tile(np.arange(case.S), (case.B, case.Hkv, 1))
+    wanted = oracle.attend_indices(q, k, v, every, scale=0.1, bias=bias)
+    arrays = [backend.array(array, "f32") for array in (q, *(np.where(spoiled, np.nan, rows) for rows in (k, v)))]
+    how = {"scale": 0.1, "bias": given(backend, case, bias), "backend": backend.name}
+    found = mlx_sparse.attend_indices(*arrays, backend.integers(every), **how)
+    for array, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(backend.numpy(array), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @by_backend
 def test_a_bias_without_a_softmax_has_the_effect_of_such_a_logit(backend: Any, number: float) -> None:
