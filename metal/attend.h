@@ -6,6 +6,7 @@
 // the end. All arithmetic is float32.
 #pragma once
 
+#include "bias.h"
 #include "parts.h"
 #include "rows.h"
 
@@ -32,7 +33,8 @@ struct AttendSizes {
   enum : uint {
     step = SIMDGROUPS * RowLayout<D>::rows,         // rows that the threadgroup reads at once
     passes = (ATTEND_TILE + step - 1) / step,       // passes to read a tile
-    batch = passes < 4 ? passes : 4,                // rows that a lane loads at once
+    most = RowLayout<D>::chunks > 2 ? 2 : 4,
+    batch = passes < most ? passes : most,          // rows that a lane loads at once
     heads = (G + SIMDGROUPS - 1) / SIMDGROUPS,      // query heads per SIMD group in the softmax
     scores = G * D,                                 // scratch memory: queries, then scores ...
     working = G * D + G * ATTEND_TILE,
@@ -43,13 +45,17 @@ struct AttendSizes {
 };
 
 // Approximate attention weights (sparq.4) of the selected keys, for the sum in (sparq.8).
-template <int G, typename Logits, typename Softmax>
+template <int SCORED, typename Logits, typename Softmax>
 struct ChosenMass {
-  Logits logits;    // (S, G) of the KV head
+  Logits logits;    // (G / SCORED, stride, SCORED) of the KV head
   Softmax softmax;  // (G, 2) of the KV head
+  uint stride;
+  uint first;  // first query head of this threadgroup
 
   float operator()(int key, uint g) const {
-    return exp(logits[size_t(key) * G + g] - softmax[g * 2]) * softmax[g * 2 + 1];
+    const uint head = first + g;
+    const float logit = logits[(size_t(head / SCORED) * stride + uint(key)) * SCORED + head % SCORED];
+    return exp(logit - softmax[head * 2]) * softmax[head * 2 + 1];
   }
 };
 
@@ -132,13 +138,14 @@ void score_tile(
 }
 
 // Convert the scores of one query head to weights with the new maximum. Return the factor that rescales earlier sums.
-template <typename Mass>
+template <typename Bias, typename Mass>
 float weigh_tile(
     threadgroup float* scores,  // scores of the query head
     const threadgroup int* list,
     uint count,
     float scale,
     uint g,
+    Bias bias,
     Mass mass,
     thread Running& running,
     Place place) {
@@ -147,7 +154,8 @@ float weigh_tile(
 #pragma clang loop unroll(full)
   for (uint i = 0; i < ATTEND_TILE / LANES; ++i) {
     const uint slot = i * LANES + place.lane;
-    score[i] = slot < count && list[slot] != EMPTY ? scores[slot] * scale : -INFINITY;
+    const bool filled = slot < count && list[slot] != EMPTY;
+    score[i] = filled ? bias.add(scores[slot] * scale, uint(list[slot]), g) : -INFINITY;
     largest = max(largest, score[i]);
   }
   largest = simd_max(largest);
@@ -236,7 +244,8 @@ struct AttendShared {
 // Attend to the keys indices[0 .. count). The sums of weighted values stay in registers; the running softmax of each
 // head is written to shared.softmax. Ends with a barrier.
 template <
-    int D, int G, int SIMDGROUPS, typename Keys, typename Values, typename Queries, typename Indices, typename Mass>
+    int D, int G, int SIMDGROUPS, typename Keys, typename Values, typename Queries, typename Indices, typename Bias,
+    typename Mass>
 void attend_list(
     Queries queries,  // (G, D)
     Keys keys,        // rows.h
@@ -245,6 +254,7 @@ void attend_list(
     uint count,
     uint length,  // number of keys in use
     float scale,
+    Bias bias,
     Mass mass,
     thread float4 (&sums)[G][RowLayout<D>::chunks],
     AttendShared<D, G, SIMDGROUPS> shared,
@@ -264,7 +274,7 @@ void attend_list(
     const uint tile = min(ATTEND_TILE, count - first);
     if (place.index() < ATTEND_TILE) {
       const int key = place.index() < tile ? indices[first + place.index()] : EMPTY;
-      shared.list[place.index()] = key >= 0 && uint(key) < length ? key : EMPTY;
+      shared.list[place.index()] = key >= 0 && uint(key) < length && !bias.hides(uint(key)) ? key : EMPTY;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     score_tile<D, G, SIMDGROUPS>(TileRows<Keys, D, SIMDGROUPS>{keys, shared.list, place}, tile, shared.scratch, scores);
@@ -274,7 +284,7 @@ void attend_list(
       const uint g = h * SIMDGROUPS + place.simdgroup;
       if (g < G) {
         const float factor =
-            weigh_tile(scores + g * ATTEND_TILE, shared.list, tile, scale, g, mass, running[h], place);
+            weigh_tile(scores + g * ATTEND_TILE, shared.list, tile, scale, g, bias, mass, running[h], place);
         if (place.lane == 0) {
           shared.factor[g] = factor;
         }

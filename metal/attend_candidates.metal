@@ -4,12 +4,12 @@
 // selection.
 //
 // inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity) ROWS; candidate_bits (B, Hkv, N) uint;
-//              candidate_indices (B, Hkv, N) int; length () int; scale () float
+//              candidate_indices (B, Hkv, N) int; bias (B, Hq, 1, S) A; length () int; scale () float
 // outputs      out (B, Hq, 1, D) T; lse (B, Hq, 1) float; recall (B, Hkv) float
-// template     D, G, HEADS, SIMDGROUPS, SLOTS
+// template     D, G, HEADS, SIMDGROUPS, SLOTS, BIAS
 // grid         SIMDGROUPS * 32, Hkv * G // HEADS, B
 // threadgroup  SIMDGROUPS * 32, 1, 1
-// reads        B * Hkv * (2 * SLOTS * ROW + G * D * T + N * 8)
+// reads        B * Hkv * (2 * SLOTS * ROW + G * D * T + N * 8 + BIAS * SLOTS * G * A)
 // writes       B * Hkv * (G * (D * T + 4) + 4)
 threadgroup float4 scratch[AttendSizes<D, HEADS, SIMDGROUPS>::scratch / 4];
 threadgroup int list[ATTEND_TILE];
@@ -42,5 +42,6 @@ if (first_head == 0 && place.index() == 0) {
 float4 sums[HEADS][RowLayout<D>::chunks] = {};
 attend_list<D, HEADS, SIMDGROUPS>(
     queries + head * D, ROWS(keys, rows_at), ROWS(values, rows_at),
-    static_cast<threadgroup int*>(chosen), SLOTS, uint(length), scale, NoMass{}, sums, shared, place);
+    static_cast<threadgroup int*>(chosen), SLOTS, uint(length), scale,
+    group_bias<BIAS, G>(bias, row, uint(length), first_head), NoMass{}, sums, shared, place);
 store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, Attended{}, place);

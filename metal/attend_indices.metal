@@ -3,12 +3,12 @@
 // divided into parts, and threadgroups without entries return at once.
 //
 // inputs       queries (B, Hq, 1, D) T; keys, values (B, Hkv, capacity) ROWS; indices (B, Hkv, N) int;
-//              counts (B, Hkv) int; length () int; scale () float
+//              counts (B, Hkv) int; bias (B, Hq, 1, S) A; length () int; scale () float
 // outputs      out (B, Hkv, splits, G, D) O; lse (B, Hkv, splits, G) float
-// template     D, G, HEADS, SIMDGROUPS, COUNTED
+// template     D, G, HEADS, SIMDGROUPS, COUNTED, BIAS
 // grid         splits * SIMDGROUPS * 32, Hkv * G // HEADS, B
 // threadgroup  SIMDGROUPS * 32, 1, 1
-// reads        B * Hkv * (2 * used * ROW + G * D * T + used * 4 + COUNTED * 4)
+// reads        B * Hkv * (2 * used * ROW + G * D * T + used * 4 + COUNTED * 4 + BIAS * used * G * A)
 // writes       B * Hkv * splits * G * (D * O + 4)
 threadgroup float4 scratch[AttendSizes<D, HEADS, SIMDGROUPS>::scratch / 4];
 threadgroup int list[ATTEND_TILE];
@@ -33,5 +33,6 @@ if (part.count == 0) {  // uniform
 float4 sums[HEADS][RowLayout<D>::chunks] = {};
 attend_list<D, HEADS, SIMDGROUPS>(
     queries + (row * G + first_head) * D, ROWS(keys, rows_at), ROWS(values, rows_at),
-    entries, part.count, uint(length), scale, NoMass{}, sums, shared, place);
+    entries, part.count, uint(length), scale, group_bias<BIAS, G>(bias, row, uint(length), first_head), NoMass{}, sums,
+    shared, place);
 store_sums<D, HEADS, SIMDGROUPS>(sums, shared, out + head * D, lse + head, Attended{}, place);

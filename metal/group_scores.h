@@ -1,6 +1,7 @@
 // Scores for the selection in SparQ and SAAP: one score per item, summed over the queries of a group.
 #pragma once
 
+#include "bias.h"
 #include "top_k_select.h"
 
 // Bits of a key in the local window: above the bits of every score, and in the 23 lower bits the score as a share of G.
@@ -51,23 +52,28 @@ float selected_share(const threadgroup uint* bits, uint count, uint lane) {
 }
 
 // Score source for top-k selection: sum of the softmaxes of a group (sparq.5).
-template <int G, typename Logits>
+template <int G, int HEADS, typename Logits, typename Bias>
 struct GroupScores {
-  Logits logits;  // (S, G) of the KV head
+  Logits logits;  // (G / HEADS, stride, HEADS) of the KV head
+  uint stride;
   const threadgroup float2* softmax;
+  Bias bias;
   Window window;
   uint first;  // index of the key that is item 0
 
   uint bits(uint item) const {
     const uint j = first + item;
-    if (j < window.padding) {
+    if (j < window.padding || bias.hides(j)) {
       return NEVER;
     }
     float score = 0.0f;
-#pragma clang loop unroll_count(G < 16 ? G : 16)
-    for (uint g = 0; g < G; ++g) {
-      const float logit = logits[size_t(j) * G + g];
-      score += exp(logit - softmax[g].x) * softmax[g].y;
+    for (uint first_head = 0; first_head < G; first_head += HEADS) {
+      const auto own = logits + size_t(first_head) * stride + size_t(j) * HEADS;
+#pragma clang loop unroll_count(HEADS < 16 ? HEADS : 16)
+      for (uint g = 0; g < HEADS; ++g) {
+        const float2 total = softmax[first_head + g];
+        score += exp(own[g] - total.x) * total.y;
+      }
     }
     return j < window.local ? ordered_bits(score) : local_bits<G>(score);
   }

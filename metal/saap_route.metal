@@ -41,5 +41,7 @@ softmax_statistics<G>(logits, C, softmax, place);
 
 const Window all = {0, C, C};
 const Tile tile = make_tile(at, threadgroups_per_grid, C, uint(probes), place);
-const GroupScores<G, const device float*> scores = {logits, softmax, all, 0};
+const GroupBias<false, G, const device float*> no_bias = {logits, 0, 0};
+const GroupScores<G, G, const device float*, GroupBias<false, G, const device float*>> scores = {
+    logits, C, softmax, no_bias, all, 0};
 select_best(scores, tile, bits, visited, partial, place);

@@ -3,6 +3,9 @@
 
 #include "threadgroup.h"
 
+// Number of vectors of four numbers that have room for D numbers.
+constexpr uint vectors_of(uint D) { return (D + 3) / 4; }
+
 // Return the rank of component d: the number of components with larger scores. Ties go to the lower component.
 inline uint larger_components(const threadgroup uint* component, uint d, uint D) {
   const uint own = component[d];

@@ -7,14 +7,16 @@
 constant constexpr uint SCORE_KEYS = 4;  // consecutive keys per thread
 
 // Select the `rank` components with the largest sum of |q| over the group, times `weight` if WEIGHTED (sparq.1),
-// (sparq.2), and gather these components of the queries. Every threadgroup repeats the selection, which costs little
-// compared with scoring the keys. Ends with a barrier.
-// component: D sums as unsigned bits, which sort like the sums, because no sum is negative; NaN counts as +inf.
-// chosen: D entries. q_r: D rows of G queries, of which `rank` rows are written.
-template <int D, int G, bool WEIGHTED, typename Queries, typename Weights>
+// (sparq.2), and gather these components of the threadgroup's HEADS queries. Every threadgroup repeats the selection,
+// which costs little compared with scoring the keys. Ends with a barrier.
+// component: D sums as unsigned bits, which sort like the sums, because no sum is negative; NaN counts as +inf. Zeros
+// follow up to a multiple of 4.
+// chosen: D entries. q_r: D rows of HEADS queries, of which `rank` rows are written.
+template <int D, int G, int HEADS, bool WEIGHTED, typename Queries, typename Weights>
 void choose_components(
     Queries queries,  // (G, D)
     Weights weight,   // (D)
+    uint first_head,
     uint rank,
     threadgroup uint* component,
     threadgroup int* chosen,
@@ -22,11 +24,14 @@ void choose_components(
     Place place) {
   for (uint d = place.index(); d < D; d += place.threads()) {
     float sum = 0.0f;
-#pragma clang loop unroll(full)
+#pragma clang loop unroll_count(G < 16 ? G : 16)
     for (uint g = 0; g < G; ++g) {
       sum += abs(float(queries[g * D + d]));
     }
     component[d] = min(as_type<uint>(WEIGHTED ? sum * weight[d] : sum), as_type<uint>(INFINITY));
+  }
+  for (uint d = D + place.index(); d < vectors_of(D) * 4; d += place.threads()) {
+    component[d] = 0;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint d = place.index(); d < D; d += place.threads()) {
@@ -34,15 +39,15 @@ void choose_components(
     if (larger < rank) {
       chosen[larger] = int(d);
 #pragma clang loop unroll(full)
-      for (uint g = 0; g < G; ++g) {
-        q_r[larger * G + g] = float(queries[g * D + d]);
+      for (uint g = 0; g < HEADS; ++g) {
+        q_r[larger * HEADS + g] = float(queries[(first_head + g) * D + d]);
       }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Factor c / t_g of (sparq.3) for each query of the group. Ends with a barrier.
+// Factor c / t_g of (sparq.3) for each of G queries. Ends with a barrier.
 template <int D, int G, bool WEIGHTED, typename Queries>
 void coverage_factors(
     Queries queries, uint rank, float scale, const threadgroup float* q_r, threadgroup float* factor, Place place) {

@@ -1,6 +1,7 @@
 // Outputs of SparQ's first launch: the scores of all keys, and the softmax statistics of each tile of keys.
 #pragma once
 
+#include "bias.h"
 #include "sparq_codes.h"
 
 // Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key.

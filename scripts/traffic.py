@@ -3,7 +3,9 @@
 
 python scripts/traffic.py [--json] [METHOD ...]
 
-METHOD is sparq (16 bits, 128 keys), sparq4 (the default of `--attn sparq`), saap or sample. The default is all methods.
+METHOD is sparq (16 bits, 128 keys), sparq4 (the default of `--attn sparq`), saap, sample, or a layer with multi-head
+latent attention and `component_score=low_rank`: glm (GLM-4.7-Flash) or deepseek (DeepSeek V3). The default is all
+methods.
 The harness runs on Linux and needs clang, which the `test` extra installs.
 In each launch, a cache line of 128 bytes counts once.
 """
@@ -24,7 +26,11 @@ from evidence import origin
 from tqdm import tqdm
 
 import mlx_sparse
+from mlx_sparse.core import registry
+from mlx_sparse.core.stats import Stats
 from mlx_sparse.methods import SparQ
+from mlx_sparse.methods.sparq.low_rank import project
+from mlx_sparse.methods.sparq.scoring_keys import Projection
 from mlx_sparse.tools.formats import table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -33,11 +39,12 @@ import msl
 KV_HEADS, GROUP, D, ITEM = 2, 4, 128, 2
 KEYS, PROMPT = 16_384, (256, 1024)  # decode: S; prefill: L, S
 BUCKETS, PROBES = 128, 8
+LATENT, LATENT_KEYS, LATENT_HEADS = 512, 32_768, {"glm": 20, "deepseek": 128}
 MB = 1e6
 
 
-def random(heads: int, length: int) -> mx.array:
-    return mx.random.normal((1, heads, length, D), dtype=mx.float16)
+def random(heads: int, length: int, width: int = D) -> mx.array:
+    return mx.random.normal((1, heads, length, width), dtype=mx.float16)
 
 
 def decode_inputs() -> tuple[mx.array, mx.array, mx.array]:
@@ -65,11 +72,23 @@ def sample() -> Any:
     return mlx_sparse.sample_attention(q, k, v, backend="metal", return_stats=True)
 
 
+def latents(G: int) -> Any:
+    S, config = LATENT_KEYS, SparQ(component_score="low_rank", reallocate=False).at(LATENT_KEYS)
+    q, k, bias = random(G, 1, LATENT), random(1, S, LATENT), random(G, 1, S)
+    projection = Projection(*(mx.random.normal((1, 1, LATENT, config.rank)) for _ in range(2)), None)
+    given: dict[str, Any] = {**config.parameters(G), "bias": bias, "left_padding": None, "value_mean": None}
+    given |= {"projection": projection, "keys_t": mlx_sparse.code_keys(project(projection, q, k)[1][:])}
+    out, *_ = registry.load("sparq", "metal")(q, k, k, scale=LATENT**-0.5, **given)
+    # The latents are keys and values, and are read once. Both formulas contain the bias.
+    return out, Stats(config.elements(S, LATENT) - config.rows(S) // 2 * LATENT + G * S, S * (LATENT + G), 0)
+
+
 CONFIGS = {"sparq": SparQ(key_bits=16, top_k=128, reallocate=False), "sparq4": SparQ(reallocate=False)}
 METHODS: dict[str, Callable[[], Any]] = {
     **{name: partial(sparq, config) for name, config in CONFIGS.items()},
     "saap": saap,
     "sample": sample,
+    **{name: partial(latents, G) for name, G in LATENT_HEADS.items()},
 }
 
 
@@ -88,15 +107,18 @@ def count(method: str) -> dict[str, Any]:
             for buffers in (report.reads, report.writes):
                 moved.update({name: traffic.dispatch for name, traffic in buffers.items()})
         heads = KV_HEADS * (GROUP if method == "sample" else 1)  # formulas count per KV head, in prefill per query head
+        shape, context = f"{KV_HEADS * GROUP}x{KV_HEADS}x{D}", PROMPT[1] if method == "sample" else KEYS
+        if method in LATENT_HEADS:
+            heads, shape, context = 1, f"{LATENT_HEADS[method]}x1x{LATENT}", LATENT_KEYS
+            moved.pop("values")  # the same buffer as the keys
         sizes: dict[str, Any] = {"itemsize": ITEM, "row_bytes": D * ITEM, "G": GROUP, "backend": "metal"}
         config = CONFIGS.get(method)
-        shape = f"{KV_HEADS * GROUP}x{KV_HEADS}x{D}"
         return {
             "key": f"traffic/{method}/{shape}/megabytes",
             "model": f"{shape} float16",
             "task": "prefill" if method == "sample" else "decode",
             "method": method,
-            "context": PROMPT[1] if method == "sample" else KEYS,
+            "context": context,
             "examples": 1,
             "metric": "megabytes",
             "mean": moved.total() / MB,
@@ -116,6 +138,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     shape = f"{KV_HEADS} KV heads, G = {GROUP}, D = {D}, float16; decode over {KEYS:,} keys, prefill of {PROMPT}"
+    shape += f"; latents: D = {LATENT}, {LATENT_KEYS:,} keys"
     titles = ["method", "launches", "counted MB", "formula MB", "dense formula MB"]
     return f"{shape}.\n\n{table(titles, [list(map(str, line)) for line in cells])}"
 

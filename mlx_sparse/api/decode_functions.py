@@ -105,7 +105,7 @@ class DecodeFunctions(Generic[Array]):
                 of the keys ("query_key").
             key_bits: number of bits per component of the scoring keys: 16 (as in the paper) or 4.
             bias: ``(B, Hq, 1, S)`` numbers that are added to the scaled logits, for one query per sequence. -inf or the
-                lowest finite number of the type hides a key from a head. Only `ops`, `cpu` and the oracle take a bias.
+                lowest finite number of the type hides a key from a head. `triton` and exported files take no bias.
             keys_t: ``(B, Hkv, D, S)`` component-major keys; if ``key_bits`` is 4, the `KeyCodes` from `code_keys`.
                 If None, the call is slower than dense attention. The `metal` backend copies ``keys_t`` on every call
                 if it is a slice of a larger buffer.

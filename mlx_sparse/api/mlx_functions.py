@@ -30,7 +30,7 @@ class MLX:
             raise ShapeError(f"bias: expected floating-point numbers, got {bias.dtype}.")
         packed = [array for array in arrays if isinstance(array, PackedRows)]
         bits = max((rows.bits for rows in packed), default=None)
-        name = registry.resolve(backend, function, D=sizes.D, G=sizes.G, bits=bits, bias=bias is not None, Dv=sizes.Dv)
+        name = registry.resolve(backend, function, D=sizes.D, G=sizes.G, bits=bits, Dv=sizes.Dv)
         more = () if bias is None else (bias,)
         if name == "cpu" and (reason := native_call.unsupported(*arrays, *more)) is not None:
             registry.require(backend, function, reason)

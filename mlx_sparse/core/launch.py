@@ -166,6 +166,12 @@ def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:
     return _zeros(B) if left_padding is None else left_padding.astype(mx.int32)
 
 
+@cache
+def unread() -> mx.array:
+    """Return one float32 zero, in place of an input that a kernel does not read."""
+    return mx.array([0.0], mx.float32)
+
+
 @lru_cache(maxsize=16)
 def _zeros(B: int) -> mx.array:
     return mx.array([0] * B, mx.int32)

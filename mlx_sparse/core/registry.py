@@ -48,6 +48,8 @@ DEFINED = re.compile(r"^(?:def|class) (\w+)|\b(\w+) as \2\b", re.MULTILINE)
 # Registers and threadgroup memory limit the head dim and the query rows per KV head of the Metal kernels. A thread
 # accumulates up to METAL_GROUP rows; `attend_rows`, the dense verification step, supports up to METAL_ROWS.
 METAL_HEAD_DIM, METAL_GROUP, METAL_ROWS = 256, 16, 128
+# Larger limits of the functions that divide a query group among threadgroups, for multi-head latent attention.
+METAL_LIMITS = dict.fromkeys(("sparq", "attend_indices"), (576, 128))
 # These functions use the matrix units in tiles of 16 components, and support more query rows per KV head.
 MATRIX_FUNCTIONS = frozenset({"sample", "sample_scores", "sample_select", "attend_blocks", "attend_rows"})
 
@@ -109,31 +111,28 @@ def gpu_kind() -> str:
     return letter if letter in ("g", "s", "d") else "g"
 
 
-def unsupported(
-    backend: str, function: str, D: int, G: int, bits: int | None = None, bias: bool = False, Dv: int = 0
-) -> str | None:
+def unsupported(backend: str, function: str, D: int, G: int, bits: int | None = None, Dv: int = 0) -> str | None:
     """Return the reason why ``backend`` cannot run ``function`` for the given sizes, or None.
 
     Args:
         D: head dim.
         G: number of query heads per KV head.
         bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
-        bias: True if a bias is added to the logits.
         Dv: head dim of the values; 0 means D.
     """
     if backend != "metal":
         return "its kernels do not read quantized KV caches" if backend == "cpu" and bits is not None else None
-    if bias or Dv not in (0, D):
-        of_values = f"its kernels take values with the head dim of the keys ({D}), not {Dv}"
-        return "its kernels add no bias to the logits" if bias else of_values
+    if Dv not in (0, D):
+        return f"its kernels take values with the head dim of the keys ({D}), not {Dv}"
     if function in MATRIX_FUNCTIONS and bits is not None:
         return "its prefill kernels do not read quantized KV caches"
     if function in MATRIX_FUNCTIONS:
         fits = D % 16 == 0 and D <= METAL_HEAD_DIM
         return None if fits else f"its kernels take head dims that are multiples of 16 up to {METAL_HEAD_DIM}, not {D}"
-    if D % 4 or not 8 <= D <= METAL_HEAD_DIM:
-        return f"its kernels take head dims that are multiples of 4 from 8 to {METAL_HEAD_DIM}, not {D}"
-    return None if G <= METAL_GROUP else f"its kernels take up to {METAL_GROUP} query heads per KV head, not {G}"
+    head_dim, group = METAL_LIMITS.get(function, (METAL_HEAD_DIM, METAL_GROUP))
+    if D % 4 or not 8 <= D <= head_dim:
+        return f"its kernels take head dims that are multiples of 4 from 8 to {head_dim}, not {D}"
+    return None if G <= group else f"its kernels take up to {group} query heads per KV head, not {G}"
 
 
 def refusal(backend: str, function: str, reason: str | None = None) -> str | None:
@@ -165,9 +164,7 @@ def require(backend: str, function: str, reason: str | None = None) -> None:
         raise BackendUnavailable(f"backend: expected {', '.join(others)} or {last}, got {backend} ({reason}).")
 
 
-def resolve(
-    backend: str, function: str, *, D: int, G: int, bits: int | None = None, bias: bool = False, Dv: int = 0
-) -> str:
+def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = None, Dv: int = 0) -> str:
     """Return the name of the backend that runs ``function`` for the given sizes.
 
     "auto" selects metal or cpu if it supports the function and can run on this machine, and ops otherwise.
@@ -176,7 +173,6 @@ def resolve(
         D: head dim.
         G: number of query heads per KV head.
         bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
-        bias: True if a bias is added to the logits.
         Dv: head dim of the values; 0 means D.
 
     Raises:
@@ -184,12 +180,10 @@ def resolve(
     """
     if backend == "auto":
         for name in ("metal", "cpu"):
-            if name in backends_of(function) and not (
-                unavailable(name) or unsupported(name, function, D, G, bits, bias, Dv)
-            ):
+            if name in backends_of(function) and not (unavailable(name) or unsupported(name, function, D, G, bits, Dv)):
                 return name
         return "ops"
-    require(backend, function, unsupported(backend, function, D, G, bits, bias, Dv))
+    require(backend, function, unsupported(backend, function, D, G, bits, Dv))
     return backend
 
 

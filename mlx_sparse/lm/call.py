@@ -295,14 +295,12 @@ class Call:
         # A comparison may wait for the device. Without a prefill method, chunks are dense under every mask.
         compared = mask is not None and (step or plan.prefill is not None)
         padding = compared and is_padding_mask(mask, self.caches)
-        sizes = queries.shape[3], queries.shape[1] // keys.shape[1]
         bias = step and not padding and as_bias(mask, queries, keys.shape[2]) is not None
-        bias = bias and registry.unsupported(plan.backend, "attend_indices", *sizes, bias=True) is None
         unready = None
         if hooks is not None and step:
             unready = hooks.step_reason(cache) if self.probe is None else hooks.refusal(cache)
         return Facts(
-            G=sizes[1],
+            G=queries.shape[1] // keys.shape[1],
             sinks=sinks is not None,
             latent=cache.latent and not (plan.latents and plan.lossless is None),
             bias=bias,

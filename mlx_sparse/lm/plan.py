@@ -127,15 +127,12 @@ class Plan:
                 setattr(report, name, getattr(self.report, name))
             self.report = report
 
-    def resolve(self, config: Method, queries: mx.array, keys: Rows, cache: SparseCache, *, bias: bool = False) -> str:
-        """Return the name of the backend that runs ``config`` for ``queries`` and ``keys``, the rows of ``cache``.
-
-        Set ``bias`` to True if the step adds a bias to the logits.
-        """
+    def resolve(self, config: Method, queries: mx.array, keys: Rows, cache: SparseCache) -> str:
+        """Return the name of the backend that runs ``config`` for ``queries`` and ``keys``, the rows of ``cache``."""
         # Prefill dequantizes the rows of a quantized KV cache.
         bits = keys.bits if isinstance(keys, PackedRows) and not isinstance(config, Prefill) else None
         sizes = {"D": queries.shape[3], "G": _group(queries, keys), "Dv": cache.value_rows.shape[3]}
-        return registry.resolve(self.backend, config.name, **sizes, bits=bits, bias=bias)
+        return registry.resolve(self.backend, config.name, **sizes, bits=bits)
 
     def attends_natively(self, queries: mx.array, keys: mx.array) -> bool:
         """Return True if dense calls use the native kernels.
@@ -184,7 +181,7 @@ class Plan:
         """
         assert self.decode is not None
         config, S, first_rows = self.decode, cache.length, cache.first_rows(caches)
-        backend = self.resolve(config, queries, keys, cache, bias=facts.bias)
+        backend = self.resolve(config, queries, keys, cache)
         layer = self.sizes(config, queries, keys, cache, backend, hooks)
         padding, lengths = min(first_rows), [S - first for first in first_rows]
         estimate = int(self.calibration.threshold(config, layer, S - padding).value)
@@ -303,7 +300,7 @@ class Probe:
             config.check_head_dim(queries.shape[-1])
             if config.scores_latents and not (cache.latent and plan.absorbed):
                 raise ConfigError(f"attn: expected a layer with multi-head latent attention for {config}, got another.")
-            backend = plan.resolve(config, queries, keys, cache, bias=facts.bias)
+            backend = plan.resolve(config, queries, keys, cache)
             self.backends.add(backend)
             self.layers[config, plan.sizes(config, queries, keys, cache, backend, hooks)] += 1
         return None if serving else found[-1][1]

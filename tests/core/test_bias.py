@@ -16,6 +16,7 @@ from cases import (
     Case,
     assert_as_good_as_plain,
     assert_same_selection,
+    assert_selection_within,
     covering,
     plain_attention,
     round_to,
@@ -27,9 +28,15 @@ import mlx_sparse
 from mlx_sparse import ShapeError, oracle
 from mlx_sparse.checks import BackendUnavailable
 from mlx_sparse.core import registry
+from mlx_sparse.core.attend import ops
+from mlx_sparse.methods.sparq import metal as sparq
+from mlx_sparse.methods.sparq import ops as sparq_ops
+from mlx_sparse.methods.sparq.config import Selection
+from mlx_sparse.methods.sparq.low_rank import project
+from mlx_sparse.methods.sparq.scoring_keys import Projection
 
 LOWEST = {"f32": -3.4028234663852886e38, "f16": -65504.0, "bf16": -3.3895313892515355e38}
-BACKENDS = [name for name in ADAPTERS if name == "ops" or name.partition("-")[0] == "cpu"]
+BACKENDS = [name for name in ADAPTERS if name.partition("-")[0] in ("ops", "cpu", "metal")]
 by_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 # Query groups and head dims of absorbed MLA, and others.
 CASES = [
@@ -69,12 +76,13 @@ def parameters(case: Case, setting: str) -> dict[str, Any]:
     return {**chosen, "rank": min(chosen["rank"] or case.D, case.D), "local_window": window}
 
 
-def expected(case: Case, setting: str, bias: Array) -> tuple[Array, ...]:
-    """Return the oracle's indices, output and log-sum-exp."""
+def expected(case: Case, setting: str, bias: Array) -> tuple[Any, Array, Array]:
+    """Return the oracle's selection, output and log-sum-exp."""
     q, k, v = case.inputs()
     params = {**parameters(case, setting), "left_padding": case.padding, "bias": bias}
     chosen = reference.sparq_select(q, k, **{name: n for name, n in params.items() if name != "reallocate"})
-    return chosen.indices, *oracle.sparq.sparq_attention(q, k, v, **_arguments(q, k, v, params))[:2]
+    out, lse, *_ = oracle.sparq.sparq_attention(q, k, v, **_arguments(q, k, v, params))
+    return chosen, out, lse
 
 
 def _arguments(q: Array, k: Array, v: Array, params: dict[str, Any]) -> dict[str, Any]:
@@ -94,8 +102,13 @@ def _arguments(q: Array, k: Array, v: Array, params: dict[str, Any]) -> dict[str
 def test_a_biased_step_conforms_to_the_oracle(backend: Any, case: Case, setting: str) -> None:
     q, k, v = case.inputs()
     bias, params = bias_of(case), parameters(case, setting)
-    indices, out, lse = expected(case, setting, bias)
-    how = {**params, "left_padding": backend.padding(case), "bias": given(backend, case, bias)}
+    chosen, out, lse = expected(case, setting, bias)
+    indices, how = chosen.indices, {**params, "bias": given(backend, case, bias)}
+    if backend.name == "metal" and params.get("key_bits"):  # 8-bit logits
+        indices = backend.sparq(case, {"component_score": "query", **how}).choice
+        assert_selection_within(indices, chosen.indices, chosen.scores, 1 / 16)
+        out, lse = oracle.attend.attend_indices(q, k, v, indices, scale=params["scale"], bias=bias)
+    how["left_padding"] = backend.padding(case)
     found, stats = backend.public("sparq_attention", case, **how, return_stats="recall")
     if params.get("reallocate", case.Hq == case.Hkv) and case.S > params["top_k"]:
         assert_as_good_as_plain(backend.numpy(found), out, out, case.dtype)
@@ -131,6 +144,27 @@ def test_the_selection_is_the_oracles(backend: Any) -> None:
     assert np.take_along_axis(visible, chosen.indices, axis=-1)[chosen.indices >= 0].all()
 
 
+@pytest.mark.parametrize("backend", ["metal"], indirect=True)
+@pytest.mark.parametrize(("case", "rank"), [(CASES[1], 6), (CASES[2], 32), (Case(1, 16, 1, 50, 64, "f32"), 8)], ids=str)
+def test_projected_latents_select_the_keys_of_array_operations(backend: Any, case: Case, rank: int) -> None:
+    q, k, _ = backend.arrays(case)
+    bias, padding = given(backend, case, bias_of(case)), backend.padding(case)
+    rng, shape = np.random.default_rng(5), (case.B, 1, case.D, rank)
+    projection = Projection(*(backend.array(rng.normal(size=shape) / case.D**0.5, "f32") for _ in range(2)), None)
+    coded = backend.load("code_keys")(project(projection, q, k)[1], padding)
+    selection = Selection(rank, 16, 4, 0.2, None, padding, coded, bias, projection)
+    held = selection._replace(keys_t=backend.cached_codes(coded))
+    found = sparq.sparq_select(q, backend.cached(k), held, length=case.S)
+    logits, valid = ops.add_bias(
+        sparq_ops.sparq_logits(q, k, selection), bias.reshape(case.B, 1, case.Hq, case.S), None
+    )
+    if padding is not None:
+        valid = valid & ops.valid_keys(case.S, padding)[:, None, None]
+    scores = backend.numpy(ops.softmax_lse(logits, valid)[0].sum(axis=2))
+    wanted = backend.numpy(sparq_ops.sparq_select(q, k, selection)[0])
+    assert_selection_within(backend.numpy(found), wanted, scores, 1 / 16)
+
+
 @by_backend
 def test_hidden_keys_never_reach_the_output(backend: Any) -> None:
     case = CASES[5]
@@ -148,6 +182,20 @@ def test_hidden_keys_never_reach_the_output(backend: Any) -> None:
         )
         np.testing.assert_array_equal(backend.numpy(out), backend.numpy(clean))
         assert np.isfinite(backend.numpy(out)).all()
+
+
+@pytest.mark.parametrize("backend", ["ops", "metal"], indirect=True)
+def test_a_listed_key_that_is_hidden_from_all_heads_is_an_empty_slot(backend: Any) -> None:
+    case, bias = CASES[5], bias_of(CASES[5])
+    q, k, v = case.inputs()
+    spoiled = ~oracle.attend.visible_keys(bias, case.Hkv)[..., None]
+    every = np.tile(np.arange(case.S), (case.B, case.Hkv, 1))
+    wanted = oracle.attend_indices(q, k, v, every, scale=0.1, bias=bias)
+    arrays = [backend.array(array, "f32") for array in (q, *(np.where(spoiled, np.nan, rows) for rows in (k, v)))]
+    how = {"scale": 0.1, "bias": given(backend, case, bias), "backend": backend.name}
+    found = mlx_sparse.attend_indices(*arrays, backend.integers(every), **how)
+    for array, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(backend.numpy(array), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
@@ -274,7 +322,6 @@ def test_a_wrong_bias_is_a_one_line_error(change: dict[str, Any], message: str) 
 
 def test_other_backends_refuse_a_bias() -> None:
     row, bias = mx.zeros((1, 2, 60, 64)), mx.zeros((1, 2, 1, 60))
-    assert "add no bias" in str(registry.unsupported("metal", "sparq", 64, 4, bias=True))
-    for backend in ("metal", "triton", "onnx"):
+    for backend in ("triton", "onnx"):
         with pytest.raises(BackendUnavailable, match=f"^backend: .*got {backend}"):
             mlx_sparse.sparq_attention(row[:, :, :1], row, row, bias=bias, backend=backend)

@@ -25,7 +25,11 @@ def runs_odd(name: str, case: Case) -> bool:
         return name == "ops" or name.startswith("cpu")
     if name == "triton":
         return case.D % 8 == 0 and 16 <= case.D and case.S < 4000
-    return name in ("ops", "ort") or name.startswith("cpu") or (name == "metal" and case.D <= registry.METAL_HEAD_DIM)
+    return (
+        name in ("ops", "ort")
+        or name.startswith("cpu")
+        or (name == "metal" and registry.unsupported(name, "sparq", case.D, case.Hq // case.Hkv) is None)
+    )
 
 
 STEPS = [

@@ -114,10 +114,12 @@ class Arrays(ABC):
         if params["component_score"] == "query_key":
             spread = [self.load("deviation"), k] if coded is None else [self.load("key_spread"), coded, k]
             weight = spread[0](*spread[1:], padding)
+        biased = {"bias": params["bias"]} if "bias" in params else {}
         selection = {
             **{name: params[name] for name in ("rank", "top_k", "local_window", "scale")},
             "component_weight": weight,
             "left_padding": padding,
+            **biased,
         }
         out, lse, *_ = self.load("sparq")(
             q,
@@ -125,7 +127,7 @@ class Arrays(ABC):
             self.cached(v),
             keys_t=self.columns(k) if coded is None else self.cached_codes(coded),
             reallocate=params["reallocate"],
-            value_mean=self.load("masked_mean")(v, padding),
+            value_mean=self.load("masked_mean")(v, padding, **biased),
             **selection,
             **self.length(case.S),
         )

@@ -54,6 +54,7 @@ def metal_calls() -> Iterator[Call]:
     yield from _lists()
     yield from _rows()
     yield from _packed()
+    yield from _biased()
     yield from _buckets()
     yield from _prompts()
     yield from _mixed()
@@ -127,6 +128,16 @@ def _packed() -> Iterator[Call]:
             given = case, _indices(case, N), 0.2
             yield Call(f"packed {N} keys {case}", lambda g=given: PACKED.attend_indices(*g))
             yield Call(f"packed {N} keys counted {case}", lambda g=given, n=counts: PACKED.attend_indices(*g, counts=n))
+
+
+def _biased() -> Iterator[Call]:
+    """Yield calls with a bias, for groups of one and of several threadgroups."""
+    for (G, D), dtype in product(((4, 64), (20, 512), (128, 512), (64, 576)), PRECISION):
+        for S, more in ((300, {}), (300, CODED["4-bits"]), (300, SPARQ["no-window"]), (8300, {})):
+            case = Case(1, G, 1, S, D, dtype)
+            params = {**every_parameter(case, "no-reallocate"), **more}
+            params["bias"] = to_mlx(np.zeros((1, G, 1, S)), dtype)
+            yield Call(f"biased sparq of {S} keys {case}", lambda c=case, p=params: METAL.sparq(c, p))
 
 
 def _buckets() -> Iterator[Call]:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, RowFormat, integer, parts_of, real, row_template
+from ..launch import (
+    LANES,
+    LAUNCH_CACHE_SIZE,
+    Kernel,
+    Launch,
+    RowFormat,
+    integer,
+    parts_of,
+    real,
+    row_template,
+    unread,
+)
 from ..packed_rows import Rows
 from ..select.metal import ITEMS
 from .metal_merge import GROUPS, UNSPLIT, merging
@@ -20,9 +31,10 @@ from .ops import dense_lse as dense_lse
 TILE = 128  # list entries per tile: ATTEND_TILE
 
 _ROWS = ("keys", "values")
-_COUNTED = ("indices", "counts", "length", "scale")
-_MIXED = ("indices", "logits", "softmax", "value_mean", "length", "scale")
-_CANDIDATES = ("candidate_bits", "candidate_indices", "length", "scale")
+_GIVEN = ("bias", "length", "scale")
+_COUNTED = ("indices", "counts", *_GIVEN)
+_MIXED = ("indices", "logits", "softmax", "value_mean", *_GIVEN)
+_CANDIDATES = ("candidate_bits", "candidate_indices", *_GIVEN)
 ATTEND = Kernel("attend_indices", "attend.h", ("queries", *_ROWS, *_COUNTED), ("out", "lse"))
 REALLOCATE = Kernel("attend_reallocate", "attend.h", ("queries", *_ROWS, *_MIXED), ("out", "lse", "alpha"))
 _RESULTS = ("out", "lse", "recall")
@@ -33,7 +45,8 @@ class Reallocation(NamedTuple):
     """Inputs for mixing in the mean value (sparq.10).
 
     Attributes:
-        logits: float32 ``(B, Hkv, stride, G)`` approximate logits (sparq.3) of ``stride >= S`` keys.
+        logits: float32 ``(B, Hkv * G // n, stride, n)`` approximate logits (sparq.3) of ``stride >= S`` keys, for ``n``
+            query heads at a time.
         softmax: float32 ``(B, Hkv, G, 2)``, the largest logit and ``1 / sum(exp(logit - largest))`` per query head.
         value_mean: float32 ``(B, Hkv, D)`` mean of the valid values.
     """
@@ -44,7 +57,12 @@ class Reallocation(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Sizes and parameters of a launch over a list of keys. ``length`` is the number of keys in the KV cache."""
+    """Sizes and parameters of a launch over a list of keys.
+
+    Attributes:
+        length: number of keys in the KV cache.
+        biased: True if a bias is added to the logits.
+    """
 
     B: int
     Hq: int
@@ -54,6 +72,7 @@ class Listed(NamedTuple):
     length: int
     scale: float
     row_format: RowFormat
+    biased: bool
 
 
 def splits_of(N: int, lists: int) -> int:
@@ -69,13 +88,14 @@ def heads_of(D: int, G: int) -> tuple[int, int]:
     """Return the number of query heads and the number of SIMD groups per threadgroup.
 
     The sums of a lane must fit into registers. For each chunk of 128 components, a lane holds four float32 sums per
-    head and loads four rows at once. With 512 threads, each thread has about 100 registers, and Metal refuses to launch
-    a kernel that needs more. If a query group needs too many registers even with 256 threads, it is divided among
-    threadgroups. Each threadgroup then reads all keys and values.
+    head and loads four rows at once, or two rows if D exceeds 256. With 512 threads, each thread has about 100
+    registers, and Metal refuses to launch a kernel that needs more. If a query group needs too many registers even with
+    256 threads, it is divided among threadgroups. Each threadgroup then reads all keys and values.
     """
     chunks = -(-D // 128)
-    heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + 4) <= 96))
-    return heads, 16 if 4 * chunks * (heads + 4) <= 48 else 8
+    rows = 4 if chunks <= 2 else 2
+    heads = next(n for n in range(G, 0, -1) if G % n == 0 and (n == 1 or 4 * chunks * (n + rows) <= 96))
+    return heads, 16 if 4 * chunks * (heads + rows) <= 48 else 8
 
 
 def _narrow(indices: mx.array, keys: int) -> mx.array:
@@ -96,6 +116,7 @@ def attend_indices(
     scale: float,
     length: int | None = None,
     counts: mx.array | None = None,
+    bias: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Compute exact attention of one query per head over the listed keys (sparq.7).
 
@@ -104,11 +125,13 @@ def attend_indices(
     Args:
         keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
             Both buffers are arrays, or both are quantized with the same bits and group size.
+        bias: ``(B, Hq, 1, length)``.
     """
     B, Hq, _, _ = queries.shape
     if indices.shape[2] == 0:
         return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
-    out, lse = attend_listed(queries, keys, values, indices, scale=scale, length=length, counts=counts)
+    how: dict[str, Any] = {"scale": scale, "length": length, "counts": counts, "bias": bias}
+    out, lse = attend_listed(queries, keys, values, indices, **how)
     return out, lse
 
 
@@ -121,6 +144,7 @@ def attend_listed(
     scale: float,
     length: int | None = None,
     counts: mx.array | None = None,
+    bias: mx.array | None = None,
     reallocation: Reallocation | None = None,
 ) -> list[mx.array]:
     """Compute `attend_indices` for lists that have at least one slot.
@@ -134,43 +158,46 @@ def attend_listed(
     B, Hq, _, D = queries.shape
     (Hkv, capacity), N = keys.shape[1:3], indices.shape[2]
     length = capacity if length is None else length
-    counted, mixed = counts is not None, reallocation is not None
+    counted, scored = counts is not None, 0 if reallocation is None else reallocation.logits.shape[3]
     (key_parts, row_format), (value_parts, other) = parts_of(keys), parts_of(values)
     assert row_format == other
     listed = _narrow(indices, capacity)
     used = _no_counts() if counts is None else counts.astype(mx.int32)
-    launch = _attending(Listed(B, Hq, Hkv, D, queries.dtype, length, scale, row_format), N, counted, mixed)
+    sizes = Listed(B, Hq, Hkv, D, queries.dtype, length, scale, row_format, bias is not None)
+    launch, added = _attending(sizes, N, counted, scored), unread() if bias is None else bias
     rows = queries, *key_parts, *value_parts, listed
     if reallocation is not None:
         assert counts is None
-        results = launch(*rows, *reallocation)
+        results = launch(*rows, *reallocation, added)
     else:
-        results = launch(*rows, used)
+        results = launch(*rows, used, added)
     if splits_of(N, B * Hkv) > 1:
         mean = [] if reallocation is None else [reallocation.value_mean]
-        results = merging(B, Hkv, Hq // Hkv, D, queries.dtype, mixed)(*results, *mean)
+        results = merging(B, Hkv, Hq // Hkv, D, queries.dtype, scored > 0)(*results, *mean)
     return results
 
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
-def _attending(n: Listed, N: int, counted: bool, mixed: bool) -> Launch:
+def _attending(n: Listed, N: int, counted: bool, scored: int) -> Launch:
     """Build the launch of `attend_indices` for lists of ``N`` entries.
 
+    ``scored`` is the last size of the logits in `Reallocation`, or 0 without reallocation.
+
     Each list is divided among ``splits`` threadgroups (`splits_of`). The outputs are float32
-    ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. If ``mixed`` is True, the third output is
+    ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. If ``scored`` is not 0, the third output is
     ``alpha`` in the shape of ``lse``. If there is only one split, the outputs have the same shapes and types as in
     `attend_listed`.
     """
-    B, Hq, Hkv, D, dtype, length, scale, row_format = n
-    G, splits = Hq // Hkv, splits_of(N, B * Hkv)
+    B, Hq, Hkv, D, dtype, length, scale, row_format, biased = n
+    G, splits, mixed = Hq // Hkv, splits_of(N, B * Hkv), scored > 0
     heads, simdgroups = heads_of(D, G)
     statistic = ((B, Hq, 1) if splits == 1 else (B, Hkv, splits, G), mx.float32)
-    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, **row_template(row_format)}
+    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, **row_template(row_format), "BIAS": biased}
     return Launch(
         (REALLOCATE if mixed else ATTEND).of_rows(row_format),
         [((*statistic[0], D), dtype if splits == 1 else mx.float32), *[statistic] * (1 + mixed)],
         [integer(length), real(scale)],
-        template=template if mixed else {**template, "COUNTED": counted},
+        template=template | ({"SCORED": scored} if mixed else {"COUNTED": counted}),
         groups=(splits, Hq // heads, B),
         threads=simdgroups * LANES,
     )
@@ -186,14 +213,15 @@ def attend_candidates(n: Listed, top_k: int) -> Launch:
 
     The outputs are ``out`` and ``lse`` of `attend_indices`, and float32 ``recall (B, Hkv)`` (sparq.24).
     """
-    B, Hq, Hkv, D, dtype, length, scale, row_format = n
+    B, Hq, Hkv, D, dtype, length, scale, row_format, biased = n
     G = Hq // Hkv
     heads, simdgroups = heads_of(D, G)
+    template = {"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, "BIAS": biased}
     return Launch(
         CANDIDATES.of_rows(row_format),
         [((B, Hq, 1, D), dtype), ((B, Hq, 1), mx.float32), ((B, Hkv), mx.float32)],
         [integer(length), real(scale)],
-        template={"D": D, "G": G, "HEADS": heads, "SIMDGROUPS": simdgroups, "SLOTS": top_k, **row_template(row_format)},
+        template=template | row_template(row_format),
         groups=(1, Hq // heads, B),
         threads=simdgroups * LANES,
     )

@@ -39,6 +39,7 @@ def sparq_attention(
     selection = Selection(**parameters)
     if selection.projection is not None:
         S = keys.shape[2] if length is None else length
+        selection = selection._replace(keys_t=selection.keys_t.first(S))
         indices, _, estimate = sparq_select(queries, keys[:, :, :S], selection)
         given: dict[str, Any] = {"scale": selection.scale, "length": length, "bias": selection.bias}
         return *attend_indices(queries, keys, values, indices, **given), estimate

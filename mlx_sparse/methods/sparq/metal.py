@@ -7,7 +7,7 @@ keys are selected, selection is a separate launch. If the list is split, one mor
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -25,10 +25,12 @@ from ...core.launch import (
     parts_of,
     real,
     row_template,
+    unread,
 )
 from ...core.packed_rows import Rows
 from ...core.select.metal import merge, tiles_of, top_k_launch
 from .config import Selection
+from .low_rank import project
 
 # Running statistics and int4 codes replace these functions after the first decode step.
 from .ops import code_keys as code_keys
@@ -45,31 +47,31 @@ CODE_TILE = 1024  # int4 keys per threadgroup: SCORE_TILE
 # Constants for the bits of selected keys, as in metal/group_scores.h.
 LOCAL, LOCAL_SHARES, ALWAYS = 0xFF800001, 8388605.0, 0xFFFFFFFF
 
+_GIVEN = ("left_padding", "bias", "rank", "length", "scale")
 SCORES = Kernel(
     "sparq_scores",
     "sparq_scores.h",
-    ("queries", "component_weight", "keys_t", "left_padding", "rank", "length", "scale"),
+    ("queries", "component_weight", "keys_t", *_GIVEN),
     ("logits", "statistics"),
 )
 CANDIDATES = Kernel(
     "sparq_candidates",
     "sparq_candidates.h",
-    ("logits", "statistics", "left_padding", "length", "local_window", "top_k"),
+    ("logits", "statistics", "left_padding", "bias", "length", "local_window", "top_k"),
     ("bits", "indices", "softmax"),
 )
 _CODED = ("queries", "component_weight", "codes", "lo", "step", "center")
-_GIVEN = ("left_padding", "rank", "length", "scale")
 CODE_SCORES = Kernel("sparq_code_scores", "sparq_code_scores.h", (*_CODED, "keys", *_GIVEN), ("logits", "statistics"))
 ROW_SCORES = Kernel(
     "sparq_row_scores",
     "sparq_row_scores.h",
-    ("queries", *packed_parts("keys"), "left_padding", "length", "scale"),
+    ("queries", *packed_parts("keys"), "left_padding", "bias", "length", "scale"),
     ("logits", "statistics"),
 )
 CODE_CANDIDATES = Kernel(
     "sparq_code_candidates",
     "sparq_code_candidates.h",
-    ("logits", "statistics", "left_padding", "length", "local_window", "top_k"),
+    ("logits", "statistics", "left_padding", "bias", "length", "local_window", "top_k"),
     ("bits", "indices", "softmax"),
 )
 
@@ -81,7 +83,9 @@ class Sizes(NamedTuple):
         dtype: type of the queries and the output.
         length: number of keys in use.
         weighted: True if the components have weights (sparq.1).
-        scored: "columns" for component-major scoring keys, "codes" for int4, or "rows" for a quantized KV cache.
+        scored: "columns" for component-major scoring keys, "codes" for int4, "projected" for int4 codes of projected
+            latents, or "rows" for a quantized KV cache.
+        biased: True if a bias is added to the logits.
         exact: True if reallocation needs float32 logits. Logits from "columns" are always float32.
         aligned: True if the capacity of component-major keys is a multiple of 4.
         row_format: bits and group size of the KV cache; None if the KV cache is not quantized.
@@ -99,6 +103,7 @@ class Sizes(NamedTuple):
     scale: float
     weighted: bool
     scored: str
+    biased: bool
     exact: bool
     aligned: bool
     row_format: RowFormat
@@ -109,6 +114,21 @@ class Sizes(NamedTuple):
         return self.scored != "columns" and not self.exact
 
     @property
+    def width(self) -> int:
+        """Number of components of the scoring keys."""
+        return self.rank if self.scored == "projected" else self.D
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads per threadgroup that scores keys. Their logits and components must fit into it."""
+        return next(n for n in range(self.G, 0, -1) if self.G % n == 0 and n <= 16 and n * self.width <= 4608)
+
+    @property
+    def shares(self) -> int:
+        """Number of threadgroups that share the query heads of all KV heads of a sequence."""
+        return self.Hkv * self.G // self.heads
+
+    @property
     def code_tiles(self) -> int:
         """Number of tiles for the keys in full quantization groups, plus one for the remaining keys (the tail)."""
         return -(-(self.length // GROUP * GROUP) // CODE_TILE) + 1
@@ -117,18 +137,19 @@ class Sizes(NamedTuple):
 def sparq_scores(n: Sizes) -> Launch:
     """Build the launch that computes approximate logits of all keys from ``rank`` components (sparq.3).
 
-    The outputs are float32. ``logits (B, Hkv, stride, G)`` are -inf for invalid keys; ``stride`` is ``length`` rounded
-    up to a multiple of 4. ``statistics (B, Hkv, tiles, G, 2)`` are the largest logit and the sum of
+    The outputs are float32. ``logits (B, shares, stride, heads)`` are -inf for invalid keys; ``stride`` is ``length``
+    rounded up to a multiple of 4. ``statistics (B, shares, tiles, heads, 2)`` are the largest logit and the sum of
     ``exp(logit - largest)`` for each tile of 1,024 keys.
     """
     tiles = -(-n.length // (KEYS * THREADS))
-    logits = (n.B, n.Hkv, -(-n.length // KEYS) * KEYS, n.G)
+    logits = (n.B, n.shares, -(-n.length // KEYS) * KEYS, n.heads)
+    template = {"D": n.D, "G": n.G, "HEADS": n.heads, "WEIGHTED": n.weighted, "ALIGNED": n.aligned, "BIAS": n.biased}
     return Launch(
         SCORES,
-        [(logits, mx.float32), ((n.B, n.Hkv, tiles, n.G, 2), mx.float32)],
+        [(logits, mx.float32), ((n.B, n.shares, tiles, n.heads, 2), mx.float32)],
         [integer(n.rank), integer(n.length), real(n.scale)],
-        template={"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "ALIGNED": n.aligned},
-        groups=(tiles, n.Hkv, n.B),
+        template=template,
+        groups=(tiles, n.shares, n.B),
         threads=THREADS,
     )
 
@@ -139,14 +160,15 @@ def sparq_code_scores(n: Sizes) -> Launch:
     The outputs differ from the outputs of `sparq_scores` in three ways. ``stride`` is a multiple of 8. The keys after
     the last full group have their own tile. The logits are uint8 if ``n.narrow`` is True.
     """
-    per_thread = 8 if n.G <= 4 else 4  # keys; more keys do not fit into the registers
-    template = {"D": n.D, "G": n.G, "WEIGHTED": n.weighted, "KEYS": per_thread}
+    per_thread = 8 if n.heads <= 4 else 4  # keys; more keys do not fit into the registers
+    row_format = None if n.scored == "projected" else n.row_format
+    template = {"D": n.width, "G": n.G, "HEADS": n.heads, "WEIGHTED": n.weighted, "KEYS": per_thread, "BIAS": n.biased}
     return Launch(
-        CODE_SCORES.of_rows(n.row_format),
+        CODE_SCORES.of_rows(row_format),
         _scored(n),
         [integer(n.rank), integer(n.length), real(n.scale)],
-        template=template | row_template(n.row_format),
-        groups=(n.code_tiles, n.Hkv, n.B),
+        template=template | row_template(row_format),
+        groups=(n.code_tiles, n.shares, n.B),
         threads=CODE_TILE // per_thread,
     )
 
@@ -156,20 +178,21 @@ def sparq_row_scores(n: Sizes) -> Launch:
 
     The outputs are the same as for `sparq_code_scores`.
     """
+    template = {"D": n.D, "G": n.G, "HEADS": n.heads, "KEYS": KEYS, "BIAS": n.biased}
     return Launch(
         ROW_SCORES,
         _scored(n),
         [integer(n.length), real(n.scale)],
-        template={"D": n.D, "G": n.G, "KEYS": KEYS, **row_template(n.row_format)},
-        groups=(n.code_tiles, n.Hkv, n.B),
+        template=template | row_template(n.row_format),
+        groups=(n.code_tiles, n.shares, n.B),
         threads=CODE_TILE // KEYS,
     )
 
 
 def _scored(n: Sizes) -> Outputs:
     """Return the output shapes and types of `sparq_code_scores` and `sparq_row_scores`."""
-    logits = (n.B, n.Hkv, -(-n.length // 8) * 8, n.G)
-    return [(logits, mx.uint8 if n.narrow else mx.float32), ((n.B, n.Hkv, n.code_tiles, n.G, 2), mx.float32)]
+    logits = (n.B, n.shares, -(-n.length // 8) * 8, n.heads)
+    return [(logits, mx.uint8 if n.narrow else mx.float32), ((n.B, n.shares, n.code_tiles, n.heads, 2), mx.float32)]
 
 
 def sparq_candidates(n: Sizes) -> Launch:
@@ -186,11 +209,11 @@ def sparq_candidates(n: Sizes) -> Launch:
         n.top_k,
         [integer(n.length), integer(n.local_window), integer(n.top_k)],
         more=[((n.B, n.Hkv, n.G, 2), mx.float32)],
-        template={"G": n.G},
+        template={"G": n.G, "HEADS": n.heads, "BIAS": n.biased},
     )
 
 
-SCORING = {"columns": sparq_scores, "codes": sparq_code_scores, "rows": sparq_row_scores}
+SCORING = {"columns": sparq_scores, "rows": sparq_row_scores}
 
 
 class Launches(NamedTuple):
@@ -214,8 +237,9 @@ def launches(n: Sizes) -> Launches:
     tiles, _, slots = tiles_of(n.length, n.top_k)
     left = tiles * slots
     fits = not n.exact and left > n.top_k and takes_candidates(n.D, n.G, left, n.top_k)
-    listed = Listed(n.B, n.Hkv * n.G, n.Hkv, n.D, n.dtype, n.length, n.scale, n.row_format)
-    return Launches(SCORING[n.scored](n), sparq_candidates(n), attend_candidates(listed, n.top_k) if fits else None)
+    listed = Listed(n.B, n.Hkv * n.G, n.Hkv, n.D, n.dtype, n.length, n.scale, n.row_format, n.biased)
+    score = SCORING.get(n.scored, sparq_code_scores)
+    return Launches(score(n), sparq_candidates(n), attend_candidates(listed, n.top_k) if fits else None)
 
 
 class Candidates(NamedTuple):
@@ -241,25 +265,32 @@ def find_candidates(
     """Score all keys with ``rank`` components and list the best keys of each tile.
 
     Args:
-        selection: parameters for the selection. If ``keys_t`` is a `KeyCodes`, it must cover all full groups. If
-            ``keys_t`` is None and ``rank`` is D, a quantized KV cache is scored directly. If ``keys_t`` is
-            None in any other case, the keys are transposed first, which takes longer than dense attention.
+        selection: parameters for the selection. If ``keys_t`` is a `KeyCodes`, it must cover all full groups. A
+            projection needs `KeyCodes`. If ``keys_t`` is None and ``rank`` is D, a quantized KV cache is scored
+            directly. If ``keys_t`` is None in any other case, the keys are transposed first, which takes longer than
+            dense attention.
         exact: True if reallocation needs float32 logits.
         length: number of keys in use. If None, all keys are in use.
     """
     (B, Hq, _, D), Hkv = queries.shape, keys.shape[1]
-    weight = _no_weight() if selection.component_weight is None else selection.component_weight
+    weight = unread() if selection.component_weight is None else selection.component_weight
+    bias = unread() if selection.bias is None else selection.bias
+    length = keys.shape[2] if length is None else length
     rows, row_format = parts_of(keys)
     arrays: tuple[mx.array, ...]
-    aligned = True
-    if isinstance(selection.keys_t, KeyCodes):
+    given, aligned = queries, True
+    if selection.projection is not None:
+        given, projected = project(selection.projection, queries, keys)
+        first = max(length - GROUP, 0)  # the tail has less than GROUP keys
+        arrays = (weight, *_not_empty(selection.keys_t), projected[:, :, first : first + GROUP])
+        scored = "projected"
+    elif isinstance(selection.keys_t, KeyCodes):
         scored, arrays = "codes", (weight, *_not_empty(selection.keys_t), *rows)
     elif row_format is not None and selection.keys_t is None and selection.rank == D:
         scored, arrays = "rows", rows
     else:
         columns = mx.contiguous(keys[:].swapaxes(-1, -2)) if selection.keys_t is None else selection.keys_t
         scored, arrays, aligned = "columns", (weight, columns), columns.shape[3] % KEYS == 0
-    length = keys.shape[2] if length is None else length
     chosen = (
         selection.rank,
         selection.top_k,
@@ -267,10 +298,11 @@ def find_candidates(
         selection.scale,
         selection.component_weight is not None,
     )
-    step = launches(Sizes(B, Hkv, Hq // Hkv, D, queries.dtype, length, *chosen, scored, exact, aligned, row_format))
+    how = (selection.bias is not None, exact, aligned, row_format)
+    step = launches(Sizes(B, Hkv, Hq // Hkv, D, queries.dtype, length, *chosen, scored, *how))
     padding = padding_or_zeros(selection.left_padding, B)
-    logits, *statistics = step.scores(queries, *arrays, padding)
-    bits, indices, softmax = step.candidates(logits, *statistics, padding)
+    logits, *statistics = step.scores(given, *arrays, padding, bias)
+    bits, indices, softmax = step.candidates(logits, *statistics, padding, bias)
     return Candidates(bits, indices, logits, softmax, step.attend)
 
 
@@ -312,7 +344,8 @@ def sparq_attention(
     found = find_candidates(queries, keys, selection, exact=reallocate, length=length)
     if found.attend is not None:
         rows = *parts_of(keys)[0], *parts_of(values)[0]
-        out, lse, recall = found.attend(queries, *rows, found.bits, found.indices)
+        bias = unread() if selection.bias is None else selection.bias
+        out, lse, recall = found.attend(queries, *rows, found.bits, found.indices, bias)
         return out, lse, recall
     reallocation = None
     if reallocate:
@@ -320,9 +353,8 @@ def sparq_attention(
         reallocation = Reallocation(found.logits, found.softmax, value_mean.astype(mx.float32))
     bits, indices = merge(found.bits, found.indices, selection.top_k)
     recall = selected_shares(bits, queries.shape[1] // keys.shape[1]).sum(axis=-1)
-    out, lse, *alpha = attend_listed(
-        queries, keys, values, indices, scale=selection.scale, length=length, reallocation=reallocation
-    )
+    how: dict[str, Any] = {"scale": selection.scale, "length": length, "bias": selection.bias}
+    out, lse, *alpha = attend_listed(queries, keys, values, indices, **how, reallocation=reallocation)
     recall = alpha[0].reshape(*recall.shape, -1).mean(axis=-1) if alpha else recall
     return out, lse, recall
 
@@ -336,8 +368,3 @@ def selected_shares(bits: mx.array, G: int) -> mx.array:
     scores = (bits & 0x7FFFFFFF).view(mx.float32) / G
     shares = mx.where(bits >= LOCAL, local, mx.where(bits == 0, 0.0, scores))
     return mx.where((bits == LOCAL - 1) | (bits == ALWAYS), mx.nan, shares)
-
-
-@cache
-def _no_weight() -> mx.array:
-    return mx.array([0.0], mx.float32)

@@ -99,7 +99,7 @@ class SparQState(State):
             score = self._bind_rows(cache.key_rows.shape[3])
         elif config.component_score == "low_rank":
             assert query_covariance is not None
-            score = self._bind_projected(query_covariance, config.rank)
+            score = self._bind_projected(query_covariance, config.rank, whole=whole)
         elif config.key_bits == 16:
             score = self._bind_columns(cache, weighted=weighted, whole=whole)
         else:
@@ -151,7 +151,7 @@ class SparQState(State):
 
         return read
 
-    def _bind_projected(self, query_covariance: Callable[[], Array], rank: int) -> Read:
+    def _bind_projected(self, query_covariance: Callable[[], Array], rank: int, *, whole: bool) -> Read:
         self.columns = self.keys = None
 
         def read(cache: SparseCache, S: int) -> dict[str, object]:
@@ -168,7 +168,7 @@ class SparQState(State):
             assert self.codes is not None
             rows: Any = ProjectedRows(cache.key_rows, self.projection.keys)
             self.codes.extend(rows, S)
-            found = {"keys_t": self.codes.read(rows, whole=False), "projection": self.projection}
+            found = {"keys_t": self.codes.read(rows, whole=whole), "projection": self.projection}
             return found | {"rank": rows.shape[3], "component_weight": None, "value_mean": None}
 
         return read
@@ -318,11 +318,7 @@ class Codes:
         if self.coded is None:
             self._grow(keys)
         assert self.coded is not None
-        if whole:
-            return self.coded
-        codes, lo, step, center = self.coded
-        groups = self.covered // GROUP
-        return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], center)
+        return self.coded if whole else self.coded.first(self.covered)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
         """Return the key spread (sparq.22) over rows ``[0, S)``, which is cached until another group becomes full."""

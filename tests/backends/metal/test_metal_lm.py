@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import family_models
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -13,13 +15,17 @@ from fixtures_msl import Launched
 from lm_prompts import tiny_tokenizer
 from mlx_arrays import to_mlx, to_numpy
 from mlx_lm import batch_generate
+from mlx_lm.models.cache import make_prompt_cache
+from models_survey import EVERY_KEY, step_logits
 from msl import Metal
 from saap_artefacts import ONLINE, attn, write_artefact
-from tiny_models import build, greedy, prompt_of
+from tiny_models import build, call, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.core import reasons, registry
+from mlx_sparse.lm.call import Call
+from mlx_sparse.lm.model import plan_of
 from mlx_sparse.methods import Sample
 
 SAMPLE = Sample(block_size=32, alpha_column=0.5, alpha_slash=0.5, dense_below=0)
@@ -116,3 +122,30 @@ def test_saap_on_metal_equals_ops_with_whole_buffers(metal: Metal, tmp_path: Pat
     assert all(inputs["keys"].shape[2] > PROMPT + STEPS for inputs in attended)
     if metal.emulated:
         assert {report.kernel for report in metal.launches} >= {"saap_route", "saap_indices"}
+
+
+FEW = "sparq:component_score=query_key,key_bits=16,rank=8,top_k=24,dense_below=0"
+
+
+@pytest.mark.parametrize("attn", [FEW, replace(EVERY_KEY, component_score="low_rank", rank=3)], ids=["few", "low_rank"])
+def test_latents_on_metal_equal_ops(metal: Metal, attn: Any) -> None:
+    """Test multi-head latent attention. `low_rank` has 8-bit logits, so it attends to all keys here."""
+    model, tokens, found = family_models.build("deepseek_v3"), family_models.prompt_of(83), {}
+    for backend in ("ops", "metal"):
+        with mlx_sparse.sparse(model, attn, backend=backend) as report:
+            found[backend] = step_logits(model, tokens[:80], tokens[80:])
+        assert (report.backend, report.sparse_calls) == (backend, 4 * 3)
+    np.testing.assert_allclose(*map(np.array, found.values()), rtol=0, atol=1e-4)
+
+
+def test_a_bias_for_each_head_on_metal_equals_ops(metal: Metal) -> None:
+    model, embeddings, outs = build(), mx.random.normal((1, 1, 64), key=mx.random.key(3)), []
+    mask = -0.5 * mx.abs(mx.arange(91) - 90)[None, None, None] * mx.array([1.0, 0.3, 0.1, 0.0])[:, None, None]
+    for backend in ("ops", "metal"):
+        cache = make_prompt_cache(model)
+        with mlx_sparse.sparse(model, FEW, backend=backend) as report:
+            call(model, [prompt_of(90)], cache)
+            with Call(plan_of(model), cache):
+                outs.append(np.array(model.layers[0](embeddings, mask, cache[0])))
+        assert report.sparse_calls == 1
+    np.testing.assert_allclose(*outs, rtol=0, atol=1e-4)
