@@ -105,6 +105,15 @@ struct Attention {
     const int64_t offset = ((b * Hq + head) * bias.stride + first) * size_of(bias.type);
     kernels->type[bias.type].widen(out, static_cast<const char*>(bias.data) + offset, count);
   }
+  // Returns true if the bias hides a key from every query head of KV head h (sparq.26).
+  bool hidden(int64_t b, int64_t h, int64_t key) const {
+    float number;
+    for (int64_t g = 0; bias.data && g < G(); g++) {
+      read_bias(&number, b, h * G() + g, key, 1);
+      if (!(number <= bias.lowest)) return false;
+    }
+    return bias.data;
+  }
   // A block of KV head h without keys. It keeps a pointer to the bias.
   Keys block_of(int64_t b, int64_t h, const int32_t* index, const Bias& of) const {
     const void *k = row(keys, D, b, h, 0), *v = row(values, Dv, b, h, 0);

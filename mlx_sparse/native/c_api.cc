@@ -169,7 +169,7 @@ EXPORTED const char* mlx_sparse_indices(const SparseAttention* given, const Spar
       for (int64_t i = 0; i < size; i++) {
         const int32_t key = indices[list * N + i];
         to[count] = key;
-        count += key >= 0 && key < given->length;
+        count += key >= 0 && key < given->length && !a.hidden(b, h, key);
       }
       return count;
     };

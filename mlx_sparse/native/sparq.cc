@@ -72,7 +72,7 @@ void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch&
   float* weights = scratch.take<float>(G * kBlock);
   if (count) std::copy(best, best + count, chosen);
   for (int64_t key = head.everything ? head.first : window_start(head); key < head.end; key++) {
-    if (!hidden(head, key)) chosen[count++] = int32_t(key);
+    if (!a.hidden(head.b, head.h, key)) chosen[count++] = int32_t(key);
   }
   if (s.indices) {
     int32_t* out = s.indices + (head.b * a.Hkv + head.h) * s.slots;

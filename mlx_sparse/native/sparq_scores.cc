@@ -147,24 +147,13 @@ void Step::add_bias(const Head& head, Span keys, float* scores) const {
   }
 }
 
-// Returns true if the bias hides a key from every head of the group.
-bool Step::hidden(const Head& head, int64_t key) const {
-  if (!a.bias.data) return false;
-  for (int64_t g = 0; g < G; g++) {
-    float number;
-    a.read_bias(&number, head.b, head.h * G + g, key, 1);
-    if (!(number <= a.bias.lowest)) return false;
-  }
-  return true;
-}
-
 // Drops the hidden keys of n collected keys, and returns the number of the other keys.
 int64_t Step::drop_hidden(const Head& head, float* z, int32_t* index, int64_t n) const {
   if (!a.bias.data) return n;
   int64_t kept = 0;
   for (int64_t i = 0; i < n; i++) {
     z[kept] = z[i], index[kept] = index[i];
-    kept += !hidden(head, index[i]);
+    kept += !a.hidden(head.b, head.h, index[i]);
   }
   return kept;
 }
@@ -172,7 +161,7 @@ int64_t Step::drop_hidden(const Head& head, float* z, int32_t* index, int64_t n)
 // Returns the first key of the local window of (sparq.6), which has the last keys that are not hidden.
 int64_t Step::window_start(const Head& head) const {
   int64_t start = head.end;
-  for (int64_t left = s.local_window; left > 0 && start > head.first;) left -= !hidden(head, --start);
+  for (int64_t left = s.local_window; left > 0 && start > head.first;) left -= !a.hidden(head.b, head.h, --start);
   return start;
 }
 

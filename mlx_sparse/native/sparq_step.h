@@ -77,7 +77,6 @@ class Step {
   void score(const Head&, int64_t from, int64_t to) const;
   void score_codes(const Head&, Span keys, float* scores) const;
   void add_bias(const Head&, Span keys, float* scores) const;
-  bool hidden(const Head&, int64_t key) const;
   int64_t drop_hidden(const Head&, float* z, int32_t* index, int64_t n) const;
   int64_t window_start(const Head&) const;
   void normalise(const Head&) const;

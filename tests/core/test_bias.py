@@ -184,7 +184,7 @@ def test_hidden_keys_never_reach_the_output(backend: Any) -> None:
         assert np.isfinite(backend.numpy(out)).all()
 
 
-@pytest.mark.parametrize("backend", ["ops", "metal"], indirect=True)
+@by_backend
 def test_a_listed_key_that_is_hidden_from_all_heads_is_an_empty_slot(backend: Any) -> None:
     case, bias = CASES[5], bias_of(CASES[5])
     q, k, v = case.inputs()
