@@ -36,7 +36,7 @@ def test_the_training_defaults_of_saap_are_the_documented_ones() -> None:
 @pytest.mark.parametrize(("distance", "far"), [(5, False), (6, True), (7, True)])
 def test_a_key_is_far_from_the_first_distance_that_the_window_leaves_out(distance: int, far: bool) -> None:
     """Test one key that has almost all attention and its own bucket, with a window of six keys."""
-    assert "A key is far if its distance is at least n_r" in SAAP
+    assert "Key j is in far(i) if its distance |i - j| is at least n_r" in SAAP
     S, recent = 20, 6
     keys, queries = np.zeros((S, 8)), np.zeros((S, 8))
     keys[S - 1 - distance], queries[S - 1] = 2.0, 2.0

@@ -292,7 +292,8 @@ def test_unsupported_model_reports_the_reason(tmp_path: Path, capsys: pytest.Cap
     write(tmp_path / "model", "gemma2")
     assert cli.main(["advise", str(tmp_path / "model"), "--methods", "sparq:rank=4"]) == 1
     out = capsys.readouterr().out
-    reason = "`sparq:rank=4` cannot run: model: expected an attention layer that sparq can serve, got gemma2"
+    attention = "mlx_lm.models.base.scaled_dot_product_attention"
+    reason = f"`sparq:rank=4` cannot run: model: expected attention through {attention}, got gemma2, which never calls"
     assert reason in " ".join(out.split())
     assert "Not worth it on this machine: no method can serve a layer of this model." in out
 

@@ -131,14 +131,13 @@ def attend_indices(
     if indices.shape[2] == 0:
         return mx.zeros_like(queries), mx.full((B, Hq, 1), -mx.inf)
     how: dict[str, Any] = {"scale": scale, "length": length, "counts": counts, "bias": bias}
-    out, lse = attend_listed(queries, keys, values, indices, **how)
+    out, lse = attend_listed(queries, (keys, values), indices, **how)
     return out, lse
 
 
 def attend_listed(
     queries: mx.array,
-    keys: Rows,
-    values: Rows,
+    rows: tuple[Rows, Rows],
     indices: mx.array,
     *,
     scale: float,
@@ -150,27 +149,28 @@ def attend_listed(
     """Compute `attend_indices` for lists that have at least one slot.
 
     Args:
+        rows: keys and values.
         reallocation: inputs for mixing in the mean value (sparq.10), or None. Cannot be combined with ``counts``.
 
     Returns:
         ``out`` and ``lse``. If ``reallocation`` is given, also float32 ``alpha (B, Hq, 1)`` (sparq.8).
     """
     B, Hq, _, D = queries.shape
-    (Hkv, capacity), N = keys.shape[1:3], indices.shape[2]
+    (Hkv, capacity), N = rows[0].shape[1:3], indices.shape[2]
     length = capacity if length is None else length
     counted, scored = counts is not None, 0 if reallocation is None else reallocation.logits.shape[3]
-    (key_parts, row_format), (value_parts, other) = parts_of(keys), parts_of(values)
+    (key_parts, row_format), (value_parts, other) = map(parts_of, rows)
     assert row_format == other
     listed = _narrow(indices, capacity)
     used = _no_counts() if counts is None else counts.astype(mx.int32)
     sizes = Listed(B, Hq, Hkv, D, queries.dtype, length, scale, row_format, bias is not None)
     launch, added = _attending(sizes, N, counted, scored), unread() if bias is None else bias
-    rows = queries, *key_parts, *value_parts, listed
+    given = queries, *key_parts, *value_parts, listed
     if reallocation is not None:
         assert counts is None
-        results = launch(*rows, *reallocation, added)
+        results = launch(*given, *reallocation, added)
     else:
-        results = launch(*rows, used, added)
+        results = launch(*given, used, added)
     if splits_of(N, B * Hkv) > 1:
         mean = [] if reallocation is None else [reallocation.value_mean]
         results = merging(B, Hkv, Hq // Hkv, D, queries.dtype, scored > 0)(*results, *mean)

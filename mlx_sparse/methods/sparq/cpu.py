@@ -13,9 +13,9 @@ from ...core.native_call import attend, fill
 from .config import Selection
 from .ops import code_keys as code_keys
 from .ops import deviation as deviation
+from .ops import first_groups, sparq_select
 from .ops import key_spread as key_spread
 from .ops import masked_mean as masked_mean
-from .ops import sparq_select
 from .scoring_keys import KeyCodes
 
 
@@ -39,7 +39,7 @@ def sparq_attention(
     selection = Selection(**parameters)
     if selection.projection is not None:
         S = keys.shape[2] if length is None else length
-        selection = selection._replace(keys_t=selection.keys_t.first(S))
+        selection = selection._replace(keys_t=first_groups(selection.keys_t, S))
         indices, _, estimate = sparq_select(queries, keys[:, :, :S], selection)
         given: dict[str, Any] = {"scale": selection.scale, "length": length, "bias": selection.bias}
         return *attend_indices(queries, keys, values, indices, **given), estimate

@@ -354,7 +354,7 @@ def sparq_attention(
     bits, indices = merge(found.bits, found.indices, selection.top_k)
     recall = selected_shares(bits, queries.shape[1] // keys.shape[1]).sum(axis=-1)
     how: dict[str, Any] = {"scale": selection.scale, "length": length, "bias": selection.bias}
-    out, lse, *alpha = attend_listed(queries, keys, values, indices, **how, reallocation=reallocation)
+    out, lse, *alpha = attend_listed(queries, (keys, values), indices, **how, reallocation=reallocation)
     recall = alpha[0].reshape(*recall.shape, -1).mean(axis=-1) if alpha else recall
     return out, lse, recall
 

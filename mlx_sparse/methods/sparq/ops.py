@@ -166,6 +166,12 @@ def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
     return KeyCodes(words, lo, step, mx.where(there.any(axis=-1), coded.center, 0))
 
 
+def first_groups(coded: KeyCodes, keys: int) -> KeyCodes:
+    """Return the full groups in the first ``keys`` rows of ``coded``."""
+    groups = keys // GROUP
+    return KeyCodes(coded.codes[..., : groups * WORDS], coded.lo[..., :groups], coded.step[..., :groups], coded.center)
+
+
 def code_groups(keys: mx.array, center: mx.array | None = None) -> KeyCodes:
     """Quantize the full groups of ``keys (B, Hkv, S, D)``. All keys must be valid. The first group begins with key 0.
 

@@ -40,11 +40,6 @@ class KeyCodes(NamedTuple):
         """Total size of the arrays in bytes."""
         return sum(int(array.nbytes) for array in self)
 
-    def first(self, keys: int) -> KeyCodes:
-        """Return the groups in the first ``keys`` rows of MLX arrays."""
-        groups = keys // GROUP
-        return KeyCodes(self.codes[..., : groups * WORDS], self.lo[..., :groups], self.step[..., :groups], self.center)
-
 
 class Projection(NamedTuple):
     """Projections of queries and latents onto r components, for ``component_score="low_rank"`` (docs/spec/low_rank.md).

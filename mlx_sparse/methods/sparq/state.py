@@ -318,7 +318,11 @@ class Codes:
         if self.coded is None:
             self._grow(keys)
         assert self.coded is not None
-        return self.coded if whole else self.coded.first(self.covered)
+        if whole:
+            return self.coded
+        codes, lo, step, center = self.coded  # as in `ops.first_groups`, whose call would take time in each step
+        groups = self.covered // GROUP
+        return KeyCodes(codes[..., : groups * WORDS], lo[..., :groups], step[..., :groups], center)
 
     def spread(self, keys: Rows, S: int) -> mx.array:
         """Return the key spread (sparq.22) over rows ``[0, S)``, which is cached until another group becomes full."""
