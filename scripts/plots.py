@@ -91,7 +91,9 @@ def draw_bytes() -> Path:
 
 def draw_speed() -> Path:
     """Draw the time to the first token and the speed of SmolLM2 by context length, from rows of `bench generate`."""
-    rows = _rows("speed", task="generate", model="smollm2-135m-instruct")
+    rows = [
+        row for row in _rows("speed", task="generate", model="smollm2-135m-instruct") if row["method"].endswith(" mlx")
+    ]
     figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
     units = {"time_to_first_token": "time to the first token, s", "generation": "generation, tokens/s"}
     for axes, (metric, unit) in zip(panels, units.items(), strict=True):
