@@ -137,11 +137,12 @@ def timed(page: str, file: Path, commit: str) -> Iterator[dict[str, Any]]:
         model = f"{found['shape']} {found['dtype']}" if "shape" in found else run["model"]
         name = f"{found['method']} {found['backend']}"
         versions = ", ".join(f"{name} {run['machine'][name]}" for name in ("mlx", "mlx-lm"))
-        whole = ((found.get("report") or {}).get("prefill") or {}).get("density", {})
+        densities = ((found.get("report") or {}).get("prefill") or {}).get("density", {})
+        density = found.get("density", densities.get("mean"))
         about = {
             **{"model": model, "task": kind, "method": name, "context": found["S"], "examples": found["turns"]},
             **{"command": run["command"], "commit": found.get("commit", commit), "sem": None},
-            **{"machine": f"{run['machine']['chip']}; {versions}", "density": found.get("density", whole.get("mean"))},
+            **{"machine": f"{run['machine']['chip']}; {versions}", "density": density},
         }
         times = {f"{name.removesuffix('_us')}_ms": found[name] for name in found if name.endswith("_us")}
         times = {name: value / 1000 for name, value in times.items() if isinstance(value, float)}

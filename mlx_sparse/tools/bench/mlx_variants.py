@@ -8,6 +8,7 @@ prompt is processed in chunks, as in mlx-lm.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
@@ -198,9 +199,9 @@ class MlxVariant(Variant):
         self.shared, self.config, self.backend = shared, config, backend
         self.implementation: Attend = implementation or self.attend
 
+    @abstractmethod
     def attend(self, queries: mx.array, cache: SparseKVCache) -> mx.array:
         """Compute attention with the method, as an enabled model does."""
-        raise NotImplementedError
 
 
 class MlxStep(MlxVariant):
