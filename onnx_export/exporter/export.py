@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -82,7 +81,6 @@ def export(
     *,
     method: str = "sparq",
     attn_config: str | Path | None = None,
-    dense_below: int | None = None,
     max_length: int | None = None,
     dtype: str | None = None,
     compat: bool = False,
@@ -95,10 +93,9 @@ def export(
     Args:
         model: a folder or a Hugging Face repository that mlx-lm loads.
         out: a folder that does not exist or is empty. All files are verified before they appear in this folder.
-        method: one of `EXPORTED` with optional settings, such as "sparq:rank=16".
+        method: one of `EXPORTED` with optional settings, such as "sparq:rank=16". The default of ``dense_below`` comes
+            from the cost model in `defaults`, which does not depend on the machine.
         attn_config: TOML file with a table for each method, such as [sparq]; ``method`` overrides it.
-        dense_below: number of keys below which decode steps are dense. Do not set this number in ``method`` too. The
-            default comes from the cost model in `defaults`, which does not depend on the machine.
         max_length: maximum number of tokens in a sequence. The default is the limit of the model, at most `MAX_LENGTH`.
         dtype: type of caches and unquantized weights: float32, float16 or bfloat16. The default is the type of the
             model. If you set float32, quantized weights are dequantized.
@@ -115,8 +112,6 @@ def export(
         OSError: ``out`` cannot be written.
     """
     prompts, config = methods_of(method, attn_config, native=native)
-    if dense_below is not None:
-        config = _with_dense_below(config, dense_below)
     _check_native(config, native=native, inline=inline)
     if dtype is not None:
         check_choice("--dtype", dtype, tuple(build.TYPES))
@@ -157,17 +152,6 @@ def export(
             agreement = compare(proto, made, expected, target, lower)
             bar.update()
     return Exported(folder, target.text, length, nbytes, agreement, target.decode.sparse_from)
-
-
-def _with_dense_below(config: Method, given: int) -> Method:
-    configured = getattr(config, "dense_below", None)
-    if configured is None:
-        raise ConfigError(f"--dense-below: expected no value for a --method that decodes densely, got {given}.")
-    if configured != "auto":
-        raise ConfigError(f"--dense-below: expected no value with dense_below={configured} in --method, got {given}.")
-    check_int("--dense-below", given, 0, MOST)
-    setting: dict[str, object] = {"dense_below": given}
-    return dataclasses.replace(config, **setting)
 
 
 def _check_native(config: Method, *, native: bool, inline: bool) -> None:

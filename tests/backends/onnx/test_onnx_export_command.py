@@ -114,10 +114,7 @@ def test_wrong_arguments_are_refused(
 
 
 def test_dense_below_is_a_setting_of_the_method(run: Callable[..., str], llama: Path, tmp_path: Path) -> None:
-    settings = ["--max-length", "64"]
-    given = run(llama, "--method", SPARQ, "--dense-below", "33", *settings)
-    written = run(llama, "--method", f"{SPARQ},dense_below=33", *settings, out="other")
-    assert given.partition(": ")[2] == written.partition(": ")[2]
+    run(llama, "--method", f"{SPARQ},dense_below=33", "--max-length", "64")
     nodes = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False).graph.node
     assert {a.i for node in nodes for a in node.attribute if a.name == "dense_below"} == {33}
 
