@@ -19,6 +19,7 @@ from tqdm import tqdm
 import mlx_sparse
 from mlx_sparse.checks import ConfigError, check_choice, check_int, did_you_mean, reason_of
 from mlx_sparse.core.base import Dense, Method
+from mlx_sparse.files import new_folder
 from mlx_sparse.methods import Sample, load_toml, parse
 
 from .. import build
@@ -29,7 +30,6 @@ from ..runtime import native as kernels
 from ..runtime.genai import eos_tokens, write_config
 from .decoder import Decoder, Target
 from .families import Family, check_modules, family_of
-from .folder import atomic_folder, check_free
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
@@ -118,7 +118,7 @@ def export(
     if max_length is not None:
         check_int("--max-length", max_length, 1, MOST)
     folder = Path(out)
-    check_free(folder)
+    _check_free(folder)
     loaded, source, settings = load(model)
     family = family_of(settings)
     check_modules(loaded, dequantize=dtype == "float32")
@@ -137,7 +137,7 @@ def export(
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
         return inlined(proto) if inline else proto
 
-    with atomic_folder(folder) as made:
+    with new_folder(folder) as made:
         proto = _write(made, loaded, family, target, settings, compat=compat)
         onnx.save(lower(proto), made / "model.onnx")
         nbytes = sum(file.stat().st_size for file in made.iterdir())
@@ -152,6 +152,18 @@ def export(
             agreement = compare(proto, made, expected, target, lower)
             bar.update()
     return Exported(folder, target.text, length, nbytes, agreement, target.decode.sparse_from)
+
+
+def _check_free(folder: Path) -> None:
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
+        raise ConfigError(f"-o: expected a folder that is empty or does not exist, got {folder}. Nothing was written.")
+    if folder.is_mount() or folder.samefile(Path.cwd()):
+        raise ConfigError(
+            f"-o: expected a folder that can be replaced, got a mount point or the current folder: {folder}. "
+            "Name a new folder inside it."
+        )
 
 
 def _check_native(config: Method, *, native: bool, inline: bool) -> None:
