@@ -93,9 +93,8 @@ def run(args: argparse.Namespace) -> int:
     methods = [text for text in split_methods(args.attn) if text != DENSE]
     for text in methods:
         select_methods(parse(text))
-    for option, value, runtime in (("--threads", args.threads, "onnx"), ("--text", args.text, "mlx")):
-        if value is not None and args.runtime != runtime:
-            raise ConfigError(f"{option}: expected none with --runtime {args.runtime}, got {value}.")
+    if args.threads is not None and args.runtime == "mlx":
+        raise ConfigError(f"--threads: expected none with --runtime mlx, got {args.threads}.")
     check_int("--repeat", args.repeat, 1)
     tokens = check_int("--max-tokens", args.max_tokens, 1)
     threads = check_int("--threads", 1 if args.threads is None else args.threads, 1)
@@ -103,11 +102,8 @@ def run(args: argparse.Namespace) -> int:
     cache, load, where = cache_directory(args.cache_dir), os.getloadavg()[0], machine()
     check_model(args.model, cache, args.accept_license)
     texts.check([args.text or texts.DEFAULT])
-    if args.runtime == "onnx":
-        make = partial(importlib.import_module(ONNX).variants, threads=threads)
-    else:
-        (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
-        make = partial(variants_of, text=source.text)
+    (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
+    make = partial(importlib.import_module(ONNX).variants, threads=threads) if args.runtime == "onnx" else variants_of
     model = find_model(args.model, cache, args.accept_license)
     facts = {
         "model": Path(args.model or DEFAULT).name,  # no folder, because rows are published
@@ -117,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     }
     printer = formats.Printer(args, facts | {"load average": f"{load:.1f} before, {os.cpu_count()} processors"})
     rows = list[Row]()
-    for variants in make(model, [DENSE, *methods], lengths, tokens):
+    for variants in make(model, [DENSE, *methods], lengths, tokens, text=source.text):
         rows += collect(measure(variants, args.repeat), printer)
     right = not any(row.failed for row in rows)
     about = f"{Path(model).name}; {where['chip']}, {where['device']}; load average before: {load:.1f}"
@@ -129,8 +125,8 @@ def add_arguments(parser: Parser) -> None:
     """Add the description and the options of ``mlx-sparse bench generate``."""
     parser.description = (
         "Generate from real text, alternately with dense attention and each method, and print the time to the first "
-        "token and the speeds of prefill and generation with mlx-lm. With --runtime onnx, decode with the model as "
-        "export-onnx writes it in float32."
+        "token and the speeds of prefill and generation with mlx-lm. With --runtime onnx, run the model as export-onnx "
+        "writes it in float32; only with a prefill method, time the first token."
     )
     add_model_options(parser)
     parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="library to time (default: mlx)")
@@ -140,10 +136,21 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-tokens", metavar="N", type=int, default=MAX_TOKENS, help=about)
     parser.add_argument("--repeat", metavar="N", type=int, default=REPEAT, help=f"timed runs (default: {REPEAT})")
     names = f"a file or one of {', '.join(texts.NAMES)} (default: {texts.DEFAULT})"
-    parser.add_argument("--text", metavar="TEXT", help=f"with mlx: the prompts are the start of {names}")
+    parser.add_argument("--text", metavar="TEXT", help=f"the prompts are the start of {names}")
     parser.add_argument("--cache-dir", metavar="DIR", help="folder for fetched files (default: user's cache)")
     parser.add_argument("--threads", metavar="N", type=int, help="with onnx: threads of ONNX Runtime (default: 1)")
     formats.add_options(parser)
+
+
+def first_tokens(tokenizer: Tokenizer, text: str, length: int) -> list[int]:
+    """Return the first ``length`` tokens of ``text``."""
+    tokens = list(tokenizer.encode(text))
+    if length > len(tokens):
+        raise ConfigError(
+            f"--lengths: expected prompts that are not longer than the text, got {length} of {len(tokens)} "
+            "tokens. Give a longer --text."
+        )
+    return tokens[:length]
 
 
 # MLX
@@ -160,12 +167,7 @@ def variants_of(
     blas.load(cache_directory())  # before the first dense run, because the sparse runs load it too
     with loading(model):
         loaded, tokenizer, *_ = load(model)
-    prompt = list(tokenizer.encode(text))
-    if max(lengths) > len(prompt):
-        raise ConfigError(
-            f"--lengths: expected prompts that are not longer than the text, got {max(lengths)} of {len(prompt)} "
-            "tokens. Give a longer --text."
-        )
+    prompt = first_tokens(tokenizer, text, max(lengths))
     for S in lengths:
         yield [Answer(prompt[:S], method, loaded, tokenizer, tokens) for method in methods]
 
