@@ -164,9 +164,7 @@ class Session:
         with quantizing(caches):
             return original(caches, *args, **kwargs)
 
-    def stream(
-        self, original: Callable[..., Iterator[Any]], model: nn.Module, *args: object, **kwargs: object
-    ) -> Iterator[Any]:
+    def stream(self, original: Callable[..., Any], model: nn.Module, *args: object, **kwargs: object) -> Iterator[Any]:
         """Generate as mlx-lm's ``stream_generate`` does, print the progress of the prefill, and report its time."""
         from .model import plan_of
 

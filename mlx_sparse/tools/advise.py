@@ -19,7 +19,7 @@ from ..calibrate import Calibration
 from ..checks import ConfigError, Parser, check_int, read_length
 from ..core.base import Method, Prefill
 from ..lm.loading import unfit_warning
-from ..lm.model import disable, enable, plan_of
+from ..lm.model import plan_of, sparse
 from ..methods import parse
 from ..model_info import config_of, model_type
 from . import environment
@@ -375,14 +375,13 @@ def _candidates(model: nn.Module, methods: Sequence[str]) -> tuple[list[Candidat
     found, refused = [], []
     for method in methods:
         try:
-            report = enable(model, method, calibration=calibration)
+            with sparse(model, method, calibration=calibration) as report:
+                plan = plan_of(model)
+                assert plan is not None
         except ConfigError as error:
             refused.append(f"`{method}` cannot run: {error}")
             continue
-        plan = plan_of(model)
-        assert plan is not None
         served = [Served(config, layer, count) for (config, layer), count in plan.layers.items()]
-        disable(model)
         keys, how = max((t.value, t.how) for t in (calibration.threshold(one.config, one.layer) for one in served))
         found.append(Candidate(method, served, report.layers, dict(report.dense_layers), keys, how))
     return found, refused

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -19,7 +18,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ... import blas
 from ...checks import ConfigError, Parser, check_int, read_length
 from ...files import cache_directory
 from ...methods import parse, split_methods
@@ -38,7 +36,6 @@ RUNTIMES = ("mlx", "onnx")
 LENGTHS, MAX_TOKENS, REPEAT = "2k,4k", 32, 3
 DENSE = "dense"
 DIGITS = {"time_to_first_token": 2, "prompt": 1, "generation": 1}  # from a measured value to its decimal places
-PREFILL_CHUNK = 2048  # tokens of a prefill chunk, as in mlx_lm.generate
 
 
 @dataclass(frozen=True)
@@ -160,13 +157,9 @@ def variants_of(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, text: str
 ) -> Iterator[list[Generation]]:
     """Yield one list of variants for each prompt length, with one variant per method."""
-    from mlx_lm import load
+    from ...lm.loading import load_text_model
 
-    from ...lm.loading import loading
-
-    blas.load(cache_directory())  # before the first dense run, because the sparse runs load it too
-    with loading(model):
-        loaded, tokenizer, *_ = load(model)
+    loaded, tokenizer, _ = load_text_model(model, only_mlx_lm=True)
     prompt = first_tokens(tokenizer, text, max(lengths))
     for S in lengths:
         yield [Answer(prompt[:S], method, loaded, tokenizer, tokens) for method in methods]
@@ -183,33 +176,22 @@ class Answer(Generation):
         return None  # `finish` compares the generated tokens with dense attention
 
     def run(self, turn: int) -> float:
-        import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
 
         from ...calibrate import Calibration
-        from ...lm.model import disable, enable
-        from ..comparison import decode, prefill
-
-        def ignore(tokens: int) -> None:
-            """Show no progress, because it would be timed."""
+        from ...lm.model import sparse
+        from ..comparison import decode
 
         model, method, details = self._model, self.row.method, self.row.details
-        calibration = Calibration(measures=True, chunk=PREFILL_CHUNK)
-        report = None if method == DENSE else enable(model, method, calibration=calibration)
-        try:
-            cache, start = make_prompt_cache(model), time.perf_counter()
-            mx.reset_peak_memory()
-            prefill(model, cache, self._prompt[:-1], math.inf, ignore, chunk=PREFILL_CHUNK)
-            took = time.perf_counter() - start
-            peak = mx.get_peak_memory()
-            found, _ = decode(model, self._tokenizer, cache, self._prompt[-1:], self._most, ignore)
-        finally:
-            disable(model)
-        details["peak_memory"] = max(details["peak_memory"], peak / 1e9, found.peak_memory / 1e9)
+        way: Any = nullcontext() if method == DENSE else sparse(model, method, calibration=Calibration(measures=True))
+        with way as report:
+            cache = make_prompt_cache(model)
+            found, _ = decode(model, self._tokenizer, cache, self._prompt, self._most, lambda tokens: None)
+        details["peak_memory"] = max(details["peak_memory"], found.peak_memory / 1e9)
         details["tokens"], self.tokens = len(found.tokens), found.tokens  # the same in every turn
         details["report"] = report and report.as_dict()
         self.remark = never_sparse(method, details["report"])
-        values = (took + found.first, (len(self._prompt) - 1) / took, found.tokens_per_second)
+        values = (found.first, len(self._prompt) / found.first, found.tokens_per_second)
         for name, value in zip(DIGITS, values, strict=True):
             self.measured[name].append(value)
         return found.tokens_per_second

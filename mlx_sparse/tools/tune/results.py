@@ -13,7 +13,6 @@ from .. import terminal
 from ..evaluate.tasks import PASSAGES, Maker, Passage
 
 FIRST_LINE = "# Written by mlx-sparse tune"
-NOT_LOSSLESS = "no setting keeps the accuracy of dense attention; accuracy first is the most accurate setting."
 GOALS = {"accuracy": 1.0, "speed": 0.9}  # share of dense attention's accuracy that the preferred settings keep
 
 RETRIEVAL: Mapping[str, Maker[Passage]] = {task: PASSAGES[task] for task in ("needle", "copying")}
@@ -89,10 +88,6 @@ class Tuned:
     def preferred(self, prefer: str) -> Measured:
         return self.accuracy_first if prefer == "accuracy" else self.speed_first
 
-    @property
-    def lossless(self) -> bool:
-        return self.accuracy_first.accuracy >= self.dense.accuracy
-
 
 def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Measured]:
     """Return the accuracy-first and the speed-first setting.
@@ -157,15 +152,11 @@ def toml(tuned: Sequence[Tuned], prefer: str, model: str) -> str:
         lines += [f"block_size = {configs[0].block_size}"] if name == "sample" else []
         lines += [f"share = {max(config.share for config in configs)}"] if name == "gather" else []
         for found, config in zip(ranges, configs, strict=True):
-            other_name = "speed" if prefer == "accuracy" else "accuracy"
-            other = found.preferred(other_name)
             lines += [
                 "",
                 f"# Tuned at {', '.join(f'{length:,}' for length in found.lengths)} keys.",
                 f"# dense: {summary(found.dense)}",
                 f"# this: {summary(found.preferred(prefer))}",
-                f"# {other_name} first: {summary(other)} with {setting(other)}",
-                *([] if found.lossless else [f"# Here {NOT_LOSSLESS}"]),
             ]
             if name == "sample":
                 values = {key: getattr(config, key) for key in ("alpha_column", "alpha_slash", "chunks")}
@@ -201,8 +192,8 @@ def table(tuned: Sequence[Tuned], prefer: str) -> str:
     header = ["below", "setting", *RETRIEVAL, "density", "sampled", "work", "s", ""]
     lines = [
         "work = density + sampled / 2: multiply-adds relative to dense attention. Settings are ranked by work.",
-        f"a: accuracy first. s: speed first, at least {GOALS['speed']:.0%} of dense attention's accuracy.",
-        *(f"{one.method}, below {one.up_to:,} keys: {NOT_LOSSLESS}" for one in tuned if not one.lossless),
+        "a: accuracy first; if no setting keeps the accuracy of dense attention, the most accurate setting.",
+        f"s: speed first, at least {GOALS['speed']:.0%} of dense attention's accuracy.",
         recommendation(tuned, prefer),
     ]
     return f"{terminal.table(header, rows, 2)}\n\n{terminal.fill(*lines)}"
@@ -211,7 +202,7 @@ def table(tuned: Sequence[Tuned], prefer: str) -> str:
 def as_dict(tuned: Sequence[Tuned], prefer: str, model: str) -> dict[str, object]:
     """Return all measurements, the selected settings and the recommendation as a dict for JSON."""
     ranges = [
-        {name: getattr(found, name) for name in ("method", "up_to", "lengths", "lossless")}
+        {name: getattr(found, name) for name in ("method", "up_to", "lengths")}
         | {name: getattr(found, name).as_dict() for name in ("dense", "accuracy_first", "speed_first")}
         | {"measured": [row.as_dict() for row in found.measured]}
         for found in tuned
