@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import native
 from ..checks import BackendUnavailable, ConfigError, did_you_mean
-from ..extras import not_installed
+from ..extras import PackageMissing, not_installed
 
 BACKENDS: Mapping[str, str] = {
     "oracle": "NumPy float64, everywhere: the reference that the tests compare with",
@@ -244,7 +244,11 @@ def _definitions(kind: str) -> dict[str, tuple[str, str]]:
 def _folder(package: str) -> Path:
     """Return the folder of a package inside mlx_sparse. An editable installation has packages in several folders."""
     spec = importlib.util.find_spec(f"mlx_sparse.{package}")
-    assert spec is not None and spec.origin is not None
+    if spec is None or spec.origin is None:  # Python imports the clone's folder if a program lies beside it
+        raise PackageMissing(
+            f"mlx_sparse: expected the installed package, got the sources in {Path(__file__).parents[1]}, without "
+            f"{package}. Move the program to another folder, or run `pip install -e .` in the clone."
+        )
     return Path(spec.origin).parent
 
 

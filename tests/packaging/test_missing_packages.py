@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -154,3 +155,17 @@ def test_no_hint_uses_an_unpublished_name() -> None:
     files += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*.*")]
     wrong = re.compile(r"pip install [^\n`]*mlx-sparse-attention")
     assert not [path.name for path in files if wrong.search(path.read_text())]
+
+
+def test_sources_in_place_of_the_installed_package_are_a_one_line_error(tmp_path: Path) -> None:
+    """After `pip install .`, a program in the clone's folder imports the sources, which lack the mapped folders."""
+    shutil.copytree(ROOT / "mlx_sparse", tmp_path / "mlx_sparse")
+    code = """
+import sys
+sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != "ScikitBuildRedirectingFinder"]
+from mlx_sparse.core import registry
+registry.resolve("auto", "sparq", D=64, G=1)
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.stderr.splitlines()[-1].startswith("mlx_sparse.extras.PackageMissing: mlx_sparse: expected the")
+    assert "Move the program to another folder, or run `pip install -e .`" in result.stderr
