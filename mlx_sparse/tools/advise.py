@@ -347,12 +347,12 @@ def _page(args: argparse.Namespace) -> Page:
         f"{args.limit} examples of copying and {args.limit} of plain text, of {names}; dense prompts of "
         f"{args.passage:,} tokens, then {STEPS} decode steps each, seed {args.seed}. Longer contexts were not measured"
     )
-    quality = measure(model, tokenizer, examples, methods, args.budget, context=args.passage, D=D)
     length = min(args.context, found.made_for or args.context)
     prefills: list[Any] = [parse(one.method)[0] for one in tested]
     grids = [list(settings) for _, settings in groupby(prefills, key=lambda config: config.name)]
     search = Search(model, tokenizer, tokens, grids, examples=args.limit, seed=args.seed)
-    tuned = search.run([(length + 1, (length,))]) if grids else []
+    tuned = search.run([(length + 1, (length,))]) if grids else []  # first: a text may be too short
+    quality = measure(model, tokenizer, examples, methods, args.budget, context=args.passage, D=D)
     found = dataclasses.replace(found, text=text, quality=quality, tuned=tuned)
     if (chosen := found.chosen) is None:
         return found
