@@ -177,6 +177,15 @@ class Answer(Generation):
         super().__init__(Context(len(prompt)), method, "mlx", peak_memory=0.0)
         self._prompt, self._model, self._tokenizer, self._most = prompt, model, tokenizer, tokens
 
+    def prepare(self) -> None:
+        """Measure missing crossover lengths now, because a turn would time the measurement."""
+        from ...calibrate import Calibration
+        from ..comparison import measure_crossover
+
+        self._calibration = Calibration(measures=True, chunk=PREFILL_CHUNK)
+        if self.row.method != DENSE:
+            measure_crossover(self._model, self.row.method, self._calibration)
+
     def check(self) -> str | None:
         return None  # `finish` compares the generated tokens with dense attention
 
@@ -184,7 +193,6 @@ class Answer(Generation):
         import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
 
-        from ...calibrate import Calibration
         from ...lm.model import disable, enable
         from ..comparison import decode, prefill
 
@@ -192,8 +200,7 @@ class Answer(Generation):
             """Show no progress, because it would be timed."""
 
         model, method, details = self._model, self.row.method, self.row.details
-        calibration = Calibration(measures=True, chunk=PREFILL_CHUNK)
-        report = None if method == DENSE else enable(model, method, calibration=calibration)
+        report = None if method == DENSE else enable(model, method, calibration=self._calibration)
         try:
             cache, start = make_prompt_cache(model), time.perf_counter()
             mx.reset_peak_memory()
