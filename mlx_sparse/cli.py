@@ -28,7 +28,6 @@ OWN_PARSERS = {
     "advise": ("tools.advise", "decide whether sparse attention pays for your model and is safe on your text"),
     "calibrate": ("tools.measure", "measure the context length at which a method is faster on this machine"),
     "eval": ("tools.evaluate.run", "measure the quality of methods on your model and your text"),
-    "report": ("tools.evaluate.report", "make pictures and a report from the results of eval"),
     "tune": ("tools.tune", "find settings of the prefill methods for a model, and write a file for --attn-config"),
     "train-saap": ("tools.train.run", "train SAAP for a model on text, and write an artefact for --attn"),
     "bench": ("tools.bench.command", "time decode steps, prefill and generation, on MLX, ONNX Runtime or CUDA"),

@@ -21,14 +21,13 @@ REBUILD = "--force-reinstall --no-deps"  # reinstall this package only
 
 # Extra that installs each import name; empty for the dependencies that are always installed.
 EXTRAS = {
-    **dict.fromkeys(("jinja2", "mlx", "mlx_lm", "numpy", "psutil", "rich", "safetensors", "tqdm", "tomli"), ""),
+    **dict.fromkeys(("mlx", "mlx_lm", "numpy", "psutil", "rich", "safetensors", "tqdm", "tomli"), ""),
     "transformers": "",
     **dict.fromkeys(("onnx", "onnxruntime"), "onnx"),
     **dict.fromkeys(("torch", "triton"), "cuda"),
     "gguf": "gemma",
     "lm_eval": "lm-eval",
     "mlx_vlm": "vlm",
-    "matplotlib": "eval",
 }
 
 

@@ -1,4 +1,4 @@
-"""Write files atomically, and read files without following links."""
+"""Write files and folders atomically, and read files without following links."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,6 +48,27 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
             new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``path``, and rename it to ``path`` at the end. After an error, nothing is left.
+
+    The rename replaces an empty folder, and raises `OSError` for anything else.
+    """
+    missing = [parent for parent in path.parents if not parent.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with naming(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+            work = Path(scratch) / "work"  # only the user may read `scratch`, so rename a folder inside it
+            work.mkdir()
+            yield work
+            work.rename(path)
+    except BaseException:
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
 
 
 def read_regular(path: Path, most: int) -> bytes:

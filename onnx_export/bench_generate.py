@@ -2,8 +2,9 @@
 
 With one thread, seconds are processor time, which other programs on the machine change less.
 
-The caches are filled with random numbers, because decode speed depends only on the context length. Prefill of 32,768
-tokens would take half an hour on a CPU. `Decoder.check` compares the logits of all backends.
+With a prefill method, every turn prefills the start of a text, and measures the time to the first token. Otherwise the
+caches are filled with random numbers, because decode speed depends only on the context length, and prefill of 32,768
+tokens would take half an hour on a CPU. `Decoder.check` compares the logits of all backends for random caches.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mlx_lm.utils import load_tokenizer
 
+from mlx_sparse.core.base import Prefill
 from mlx_sparse.lm.hooks.saap import load_artefact
 from mlx_sparse.methods import parse
 from mlx_sparse.tools.bench.core import check_memory
-from mlx_sparse.tools.bench.generate import Context, Generation
+from mlx_sparse.tools.bench.generate import Context, Generation, first_tokens
 from mlx_sparse.tools.environment import memory
 
 from .bench import LARGEST_SHARE
@@ -33,12 +36,14 @@ MOST_ERROR = 0.05  # tolerance relative to the largest logit; rounding may chang
 
 
 def variants(
-    model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, threads: int
+    model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, threads: int, text: str
 ) -> Iterator[list[Generation]]:
     """Export a model with each method. For each context length, yield one decoder per method and backend."""
     capacity = max(lengths) + tokens + 1
     modes = {backend: mode for backend, mode in MODES.items() if mode == "off" or not native.unavailable()}
     clock = time.process_time if threads == 1 else time.perf_counter
+    prefills = any(isinstance(config, Prefill) for method in methods for config in parse(method))
+    prompt = first_tokens(load_tokenizer(model), text, max(lengths)) if prefills else []
     with tempfile.TemporaryDirectory(prefix="mlx-sparse-bench-") as scratch:
         decoders, below = list[dict[str, Runner]](), list[int]()
         for i, method in enumerate(methods):
@@ -48,12 +53,13 @@ def variants(
             below.append(file.sparse_from or 0)
             run_by = {backend: mode for backend, mode in modes.items() if mode == "auto" or not coded}
             decoders.append({backend: Runner(folder, native=mode, threads=threads) for backend, mode in run_by.items()})
-            for runner in decoders[-1].values():
-                fill(runner.caches, method)
         for S in lengths:
             named = list(zip(methods, decoders, below, strict=True))
+            for method, runners, _ in named:
+                for runner in runners.values():
+                    fill(runner.caches, method)
             yield [
-                Decoder(Context(S), *one, backend, tokens, clock)
+                Decoder(Context(S), *one, backend, tokens, clock, prompt[:S])
                 for backend in modes
                 for one in named
                 if backend in one[1]
@@ -91,9 +97,11 @@ class Decoder(Generation):
         backend: str,
         tokens: int,
         clock: Callable[[], float],
+        prompt: list[int],
     ) -> None:
         super().__init__(context, method, backend, error=None)
         self._runners, self._runner, self._tokens, self._clock = runners, runners[backend], tokens, clock
+        self._prompt = prompt
         if method != "dense" and context.S < below:
             self.remark = f"decode steps are dense below {below:,} keys"
 
@@ -111,7 +119,14 @@ class Decoder(Generation):
         return None if worst <= MOST_ERROR else wrong
 
     def run(self, turn: int) -> float:
-        token = int(self._first(self._runner, TOKENS[0])[0].argmax())
+        if self._prompt:
+            self._runner.reset()
+            start = self._clock()
+            logits = self._runner.prefill(self._prompt)
+            self.measured["time_to_first_token"].append(self._clock() - start)
+        else:
+            logits = self._first(self._runner, TOKENS[0])
+        token = int(logits[0].argmax())
         start = self._clock()
         for _ in range(self._tokens):
             token = int(self._runner.step([[token]])[0].argmax())

@@ -348,8 +348,8 @@ OWN: Mapping[str, Operator] = {
 # Functions that function bodies call. These are not operators: they have neither a schema nor a kernel.
 PROMPTS = "PromptAttention"
 FUNCTIONS = (
-    *(PROMPTS, "SparQComponents", "SparQSelect", "SparQStates", "SparQColumns", "SparQSums"),
-    *("SparQMeans", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap"),
+    *(PROMPTS, "SparQComponents", "SparQSelect", "SparQStates", "SparQRows", "SparQColumns"),
+    *("SparQSums", "SparQMeans", "KeyChunks", "IsStep", "Rows", "SaapAppend", "Saap"),
 )
 _WHEN_SAMPLED = (
     "A chunk is sampled if it has more than `block_size` tokens, no row has padding, and all rows have the same length "

@@ -14,7 +14,6 @@ import argparse
 import re
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,8 @@ from typing import Any
 
 import mlx.core as mx
 from tqdm import tqdm
+
+from mlx_sparse.files import new_folder
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 UTILS = "mlx/backend/metal/kernels/utils.h"
@@ -94,18 +95,12 @@ def check(text: Text) -> list[str]:
 
 def write(folder: Path, header: str, found: Sequence[Text]) -> None:
     """Write the dump to a new folder, which replaces ``folder`` when the dump is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with new_folder(folder) as new:
         (new / HEADER).write_text(header, encoding="utf-8")
         for text in found:
             (new / f"{text.name}.metal").write_text(text.text, encoding="utf-8")
-        new.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)
-        new.rename(folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@
 set -euo pipefail
 
 # shellcheck source=scripts/check_steps.sh
-source "$(dirname "${BASH_SOURCE[0]}")/check_steps.sh" jsonl "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/check_steps.sh" "$@"
 if ! $dry_run; then
   gpu=$(python3 -c 'import torch, triton; print(torch.cuda.is_available() or "torch without a GPU")' 2>&1 | tail -n 1) || true
   [[ $gpu == True ]] || refuse "python3 with torch, triton and an NVIDIA GPU, got $gpu. --dry-run shows what would run"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# On a Mac with Apple silicon: run the kernel tests and the benchmarks on its GPU, and write one JSON file to send
-# back. The script installs its requirements into .venv.
+# On a Mac with Apple silicon: run the kernel tests and the benchmarks on its GPU, and write FILE.jsonl and FILE.md
+# to send back. The script installs its requirements into .venv.
 #
-#   scripts/mac_check.sh [--dry-run] [-o FILE.json]
+#   scripts/mac_check.sh [--dry-run] [-o FILE.jsonl]
 set -euo pipefail
 
 # shellcheck source=scripts/check_steps.sh
-source "$(dirname "${BASH_SOURCE[0]}")/check_steps.sh" json "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/check_steps.sh" "$@"
 if ! $dry_run && [[ $(uname -sm) != "Darwin arm64" ]]; then
   refuse "a Mac with Apple silicon, got $(uname -sm). --dry-run shows what would run"
 fi
@@ -43,13 +43,13 @@ fi
 tests validated env METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0 MTL_SHADER_VALIDATION=1 \
   MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
 tests plain env
-save "$work/bench.json" .venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k \
-  --shapes 32x8x128,32x32x128,9x3x64,8x1x256,16x2x128 -o json || echo "The benchmark failed."
+save "$work/bench.jsonl" .venv/bin/mlx-sparse bench step --backend metal --lengths 1k,2k,4k,8k,16k,32k,64k,128k \
+  --shapes 32x8x128,32x32x128,9x3x64,8x1x256,16x2x128 -o jsonl || echo "The benchmark failed."
 # The alphas select from few to nearly all blocks, to compare the kernel with MLX's own attention.
 alphas=()
 for alpha in 0.5 0.9 0.999; do
   alphas+=("sample:alpha_column=$alpha,alpha_slash=$alpha")
 done
-save "$work/prefill.json" .venv/bin/mlx-sparse bench prefill --attn "$(IFS=, && echo "${alphas[*]}")" --backend metal \
-  --lengths 8k,32k --shapes 32x8x128 -o json || echo "The prefill benchmark failed."
+save "$work/prefill.jsonl" .venv/bin/mlx-sparse bench prefill --attn "$(IFS=, && echo "${alphas[*]}")" --backend metal \
+  --lengths 8k,32k --shapes 32x8x128 -o jsonl || echo "The prefill benchmark failed."
 run .venv/bin/python scripts/check_report.py mac "$work" "$output"

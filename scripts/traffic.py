@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Count the bytes that one call of the Metal kernels moves, in the harness of tests/msl.
 
-python scripts/traffic.py [--json] [METHOD ...]
+python scripts/traffic.py [METHOD ...] > docs/results/traffic.jsonl
 
 METHOD is sparq (16 bits, 128 keys), sparq4 (the default of `--attn sparq`), saap, sample, or a layer with multi-head
 latent attention and `component_score=low_rank`: glm (GLM-4.7-Flash) or deepseek (DeepSeek V3). The default is all
@@ -31,7 +31,6 @@ from mlx_sparse.core.stats import Stats
 from mlx_sparse.methods import SparQ
 from mlx_sparse.methods.sparq.low_rank import project
 from mlx_sparse.methods.sparq.scoring_keys import Projection
-from mlx_sparse.tools.formats import table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import msl
@@ -132,26 +131,14 @@ def count(method: str) -> dict[str, Any]:
         }
 
 
-def text(rows: list[dict[str, Any]]) -> str:
-    cells = [
-        [row["method"], len(row["kernels"]), *(f"{row[name]:.2f}" for name in ("mean", "formula", "dense"))]
-        for row in rows
-    ]
-    shape = f"{KV_HEADS} KV heads, G = {GROUP}, D = {D}, float16; decode over {KEYS:,} keys, prefill of {PROMPT}"
-    shape += f"; latents: D = {LATENT}, {LATENT_KEYS:,} keys"
-    titles = ["method", "launches", "counted MB", "formula MB", "dense formula MB"]
-    return f"{shape}.\n\n{table(titles, [list(map(str, line)) for line in cells])}"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*METHODS, []], help=", ".join(METHODS))
-    parser.add_argument("--json", action="store_true", help="print the rows of docs/results/traffic.jsonl")
     args = parser.parse_args(argv)
     if sys.platform != "linux":
         parser.error(f"expected Linux, where the harness of tests/msl runs, got {sys.platform}.")
-    rows = [count(method) for method in tqdm(args.methods or METHODS, unit="method", disable=None)]
-    print("\n".join(map(json.dumps, rows)) if args.json else text(rows))
+    for method in tqdm(args.methods or METHODS, unit="method", disable=None):
+        print(json.dumps(count(method)))
     return 0
 
 

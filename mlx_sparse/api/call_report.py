@@ -6,6 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from statistics import fmean
 from typing import Any
 
 from ..core.reasons import SHORTER
@@ -41,6 +42,7 @@ class Counts:
     counted: Any = None
     recalls: Any = None
     native_calls: int = 0
+    time_to_first_token: tuple[float, ...] = ()
     device: dict[str, tuple[Read, list[tuple[object, object]]]] = field(default_factory=dict, repr=False)
 
     def later(self, name: str, read: Read, data: object, array: object) -> None:
@@ -78,6 +80,7 @@ class Report(Counts):
         sparse_calls: number of decode calls that used sparse attention.
         dense_calls: for each reason, the number of calls that used dense attention.
         native_calls: number of dense calls that ran on the `cpu` backend, and not on mlx-lm's attention.
+        time_to_first_token: for each prompt of a command of mlx-lm, the time in seconds that mlx-lm measured.
         modeled_bytes: bytes that the sparse calls moved on the backend, as modeled (`Method.step_bytes`). The keys that
             the device counts are excluded.
         dense_bytes: bytes that dense attention would have moved in the sparse calls.
@@ -244,6 +247,10 @@ class Report(Counts):
     def _lines(self, saving: str | None, most: int | None = None) -> list[str]:
         """Return the lines about the calls. ``saving`` is a line of text. If ``most`` is 2, leave out details."""
         lines = self.prefill.lines()[:most] if self.prefill else []
+        if times := self.time_to_first_token:
+            prompts = f" (mean of {len(times):,} prompts)" if len(times) > 1 else ""
+            time = f"time to first token: {fmean(times):.2f} s{prompts}"
+            lines[:1] = [f"{lines[0]}; {time}" if lines else f"  {time}"]
         if self.sparse_calls:
             share = self.sparse_bytes / self.dense_bytes
             sparse, dense = map(_bytes, self._step_bytes())

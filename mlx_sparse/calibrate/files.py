@@ -82,22 +82,6 @@ def read_measurement(key: MeasurementKey) -> dict[str, object] | None:
     return result
 
 
-def differing(key: MeasurementKey) -> list[str]:
-    """Return the fields in which ``key`` differs from the most similar stored key of the same method and layer shape.
-
-    If there is no such key, return an empty list.
-    """
-    found: list[list[str]] = []
-    for path in folder().glob("*.json"):
-        try:
-            stored = json.loads(read_regular(path, MAX_BYTES))["key"]
-            if all(stored[name] == key[name] for name in ("method", "heads", "G", "D")):
-                found.append(sorted(name for name in key | stored if key.get(name) != stored.get(name)))
-        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-            continue  # `read_measurement` reports damaged files
-    return min(found, key=len, default=[])
-
-
 def write_measurement(key: MeasurementKey, result: Mapping[str, object]) -> None:
     """Store ``result`` in the calibration file for ``key``."""
     path = path_of(key)

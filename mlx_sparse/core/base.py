@@ -83,7 +83,6 @@ class Method:
         stage: "decode" (one query per decode step), "prefill" (chunks of any size) or "prefill and decode".
         source: paper that introduced the method.
         reads: description of the data that a decode method reads for each new token, or a prefill method attends to.
-        plot_style: color and marker in plots. The colors are safe for color-blind readers.
         presets: dict from the name of a preset to the settings of the preset, which are a dict by setting name.
         function_defaults: defaults of the public function that differ from the defaults of the settings.
         limits: dict from the name of each integer setting to the smallest value of the setting.
@@ -97,7 +96,6 @@ class Method:
     stage: ClassVar[str] = "decode"
     source: ClassVar[str]
     reads: ClassVar[str]
-    plot_style: ClassVar[tuple[str, str]] = ("#666666", "o")
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     function_defaults: ClassVar[Mapping[str, Any]] = {}
     limits: ClassVar[Mapping[str, int]] = {}
@@ -296,7 +294,6 @@ class Dense(Method):
     sparse: ClassVar[bool] = False
     source: ClassVar[str] = "the baseline"
     reads: ClassVar[str] = "every key and value"
-    plot_style: ClassVar[tuple[str, str]] = ("#000000", "X")
 
     @property
     def serves_latents(self) -> bool:

@@ -163,9 +163,16 @@ def _release(places: list[seam.Place], unwrap: Callable[[], None] | None) -> Non
 
 
 @contextlib.contextmanager
-def sparse(model: nn.Module, attn: Attn = "sparq", *, backend: str = "auto", recall: bool = False) -> Iterator[Report]:
+def sparse(
+    model: nn.Module,
+    attn: Attn = "sparq",
+    *,
+    backend: str = "auto",
+    recall: bool = False,
+    calibration: Calibration | None = None,
+) -> Iterator[Report]:
     """Enable sparse attention for ``model`` inside a ``with`` block. See `enable` for the arguments."""
-    report = enable(model, attn, backend=backend, recall=recall)
+    report = enable(model, attn, backend=backend, recall=recall, calibration=calibration)
     try:
         yield report
     finally:

@@ -90,8 +90,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=REPORTS,
         metavar="FORMAT",
         default="text",
-        help="Format of the report on standard error at the end: sparse calls, bytes saved, and dense calls with "
-        "reasons, in at most eight lines ('text', the default); everything ('full'); JSON ('json'); nothing ('off'). "
+        help="Format of the report on standard error at the end: time to the first token, sparse calls, bytes saved, "
+        "and dense calls with reasons, in at most eight lines ('text', the default); everything ('full'); JSON "
+        "('json'); nothing ('off'). "
         "With a prefill method, 'recall' and 'json+recall' also measure the attention recall of prefill, which takes "
         "an additional dense pass over the keys.",
     )

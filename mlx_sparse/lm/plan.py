@@ -201,13 +201,14 @@ class Plan:
             before = sum(getattr(entry, "latent", False) for entry in caches[: max(index, 0)])
             given = bound.layer_arguments(self.absorbed[before])
         served = decision.served
+        stop = 1 << S.bit_length()  # `Method.at` is the same from half of this length on
         step = cache.bind(bound, G, backend, **given) if hooks is None else hooks.bind(cache, G, backend, served)
         return LayerPlan(
             self,
             index,
             queries.shape,
-            start=padding + decision.start,
-            stop=min(padding + decision.stop, 1 << S.bit_length()),  # `Method.at` is the same below a power of two
+            start=max(padding + decision.start, stop // 2),
+            stop=min(padding + decision.stop, stop),
             reason=decision.reason,
             step=step,
             served=served,

@@ -164,8 +164,10 @@ class Session:
         with quantizing(caches):
             return original(caches, *args, **kwargs)
 
-    def stream(self, original: Callable[..., Iterator[T]], *args: object, **kwargs: object) -> Iterator[T]:
-        """Generate as mlx-lm's ``stream_generate`` does, and print the number of finished tokens during the prefill."""
+    def stream(self, original: Callable[..., Any], model: nn.Module, *args: object, **kwargs: object) -> Iterator[Any]:
+        """Generate as mlx-lm's ``stream_generate`` does, print the progress of the prefill, and report its time."""
+        from .model import plan_of
+
         start = printed = time.monotonic()
 
         def count(done: int, total: int) -> None:
@@ -176,7 +178,12 @@ class Session:
                 self.print_line(f"prefill: {done:,} of {total:,} tokens{speed}")
                 printed = now
 
-        return original(*args, **{"prompt_progress_callback": count} | kwargs)
+        plan = plan_of(model)
+        for n, response in enumerate(original(model, *args, **{"prompt_progress_callback": count} | kwargs)):
+            if plan is not None and n == 0:
+                seconds = response.prompt_tokens / response.prompt_tps
+                plan.report.add(Counts(time_to_first_token=(seconds,)))
+            yield response
 
     def load(self, original: Callable[..., Any], model: Path, *args: object, **kwargs: object) -> object:
         """Load a model as mlx-lm's ``load_model`` does, and enable the methods on this model."""

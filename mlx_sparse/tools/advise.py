@@ -11,15 +11,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..calibrate import Calibration
 from ..checks import ConfigError, Parser, check_int, read_length
 from ..core.base import Method, Prefill
 from ..lm.loading import unfit_warning
-from ..lm.model import disable, enable, plan_of
+from ..lm.model import plan_of, sparse
 from ..methods import SparQ, parse
 from ..model_info import config_of, model_type
 from . import environment
@@ -36,6 +37,8 @@ from .formats import check_own, write_toml
 from .progress import STDERR, stage
 from .quality import ORACLE, Attempt, Captured, Quality, captured_shares, measure
 from .terminal import fill, table
+from .tune import Search
+from .tune.results import Measured, Tuned, best, summary
 from .verdict import COPY, LIMITS, STEPS, TEXT, verdict
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition 
 FIRST_LINE = "# Written by mlx-sparse advise"
 MIN_COPIED = 0.5  # smallest copying accuracy of dense attention that allows a comparison
 LATENT_KEYS = 2048  # smallest recommended `top_k` for latents, of which all query heads attend to the same
+MIN_KEPT = 0.99  # share of dense attention's accuracy that a prefill method keeps
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Page:
         text: description of the examples on which quality was measured.
         captured: captured share of each layer with MLA, on the first example.
         crossover: crossover length of the recommended method in keys, measured on this machine.
+        tuned: results of the prefill methods.
     """
 
     model: str
@@ -90,10 +95,17 @@ class Page:
     quality: Quality | None = None
     captured: Sequence[Captured] = ()
     crossover: int = 0
+    tuned: Sequence[Tuned] = ()
+
+    @property
+    def prefill(self) -> Method | None:
+        """The recommended prefill method; None if dense attention is better or fails the tasks."""
+        found = best(self.tuned, "accuracy", MIN_KEPT)
+        return found[0].accuracy_first.config if found and found[0].dense.accuracy >= MIN_COPIED else None
 
     @property
     def chosen(self) -> Method | None:
-        """The recommended method; None if no attempt passed or quality was not measured."""
+        """The recommended decode method; None if no attempt passed or quality was not measured."""
         best = self.quality and self.quality.best
         return for_everyday_use(best) if best else None
 
@@ -117,14 +129,31 @@ class Page:
         served = next(one.served for one in self.candidates if one.served[0].config.name == chosen.name)
         bound = self.traffic.bound(self.context, [dataclasses.replace(one, config=chosen) for one in served])
         lines.append(f"At {self.context:,} tokens, a decode step is at most {bound:.2f} x faster, by bytes.")
+        attn = "+".join(map(str, self.recommended))
         shorter = f"--context is {self.context:,}" if self.context < self.crossover else ""
-        return lines + verdict(self.model, str(chosen), crossover=self.crossover, shorter=shorter)
+        return lines + verdict(self.model, attn, crossover=self.crossover, shorter=shorter)
+
+    @property
+    def recommended(self) -> list[Method]:
+        """The recommended prefill method and decode method, without those that are None."""
+        return [config for config in (self.prefill, self.chosen) if config is not None]
+
+    def _prefill_rows(self) -> list[Measured]:
+        return [*(one.dense for one in self.tuned[:1]), *(row for one in self.tuned for row in one.measured)]
+
+    def _prefill(self) -> list[str]:
+        if not self.tuned:
+            return [f"Prefill was not tested: --methods {METHODS},sample,gather tests it at --context."]
+        start = f"Prefill of {self.tuned[0].lengths[0]:,} tokens,"
+        lines = [f"{start} `{row.config or 'dense'}`: {summary(row)}." for row in self._prefill_rows()]
+        stay = f"stay dense: no method is faster and keeps {MIN_KEPT:.0%} of an accuracy of at least {MIN_COPIED}"
+        return [*lines, f"For prefill, {f'use `{self.prefill}`' if self.prefill else stay}."]
 
     def __str__(self) -> str:
         head = f"{self.model} ({self.family}) on {self.machine}, {self.date}"
         parts = [fill(head), fill(*self._layers()), self._bytes()]
         if self.quality is not None:
-            parts.append(self._attempts(self.quality))
+            parts += [self._attempts(self.quality), fill(*self._prefill())]
         advice = (line if "--model" in line else fill(line) for line in self.advice())  # a command stays one line
         return "\n\n".join([*parts, "\n".join(advice)])
 
@@ -189,7 +218,8 @@ class Page:
                 | {"rows": [as_json(row) for row in one.rows]}
                 for one in (*quality.oracle, *quality.attempts)
             ]
-        return found | {"attn": None if self.chosen is None else str(self.chosen), "advice": self.advice()}
+        found["prefill"] = [row.as_dict() for row in self._prefill_rows()]
+        return found | {"attn": "+".join(map(str, self.recommended)) or None, "advice": self.advice()}
 
 
 def for_everyday_use(best: Attempt) -> Method:
@@ -214,16 +244,18 @@ def for_everyday_use(best: Attempt) -> Method:
     return dataclasses.replace(config, **changes)
 
 
-def toml(config: Method, model: str, day: str, text: str) -> str:
-    """Return the settings in ``config`` as TOML text for ``--attn-config``.
+def toml(configs: Sequence[Method], model: str, day: str, text: str) -> str:
+    """Return the settings in ``configs`` as TOML text for ``--attn-config``.
 
     A comment contains the name ``model``, the date ``day``, and ``text``, which describes the measured examples.
     """
-    fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
     # JSON values are TOML values. JSON text has no line breaks, so a name cannot end the comment.
-    settings = [f"{field.name} = {json.dumps(getattr(config, field.name))}" for field in fields]
-    about = f"{FIRST_LINE} for {json.dumps(model)}, {day}: {json.dumps(text)}"
-    return "\n".join([about, f"[{config.name}]", *settings]) + "\n"
+    lines = [f"{FIRST_LINE} for {json.dumps(model)}, {day}: {json.dumps(text)}"]
+    for config in configs:
+        fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
+        settings = [f"{field.name} = {json.dumps(getattr(config, field.name), default=str)}" for field in fields]
+        lines += [f"[{config.name}]", *settings]
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -235,10 +267,10 @@ def main(argv: Sequence[str]) -> int:
     _check(args)
     found = _page(args)
     print(json.dumps(found.as_dict(), indent=2) if args.json else found)
-    if args.save is not None and found.chosen is not None:
-        write_toml(args.save, toml(found.chosen, found.model, found.date, found.text))
+    if args.save is not None and found.recommended:
+        write_toml(args.save, toml(found.recommended, found.model, found.date, found.text))
         print(f"Wrote {args.save}: --attn-config {args.save}", file=sys.stderr)
-    return 0 if found.chosen is not None or (args.no_quality and found.candidates) else 1
+    return 0 if found.recommended or (args.no_quality and found.candidates) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,7 +287,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_options(parser)
     parser.add_argument("--context", metavar="N", default="32k", help="context length that you use (default: 32k)")
-    parser.add_argument("--methods", metavar="METHOD,...", default=METHODS, help="to test (default: %(default)s)")
+    about = "to test; prefill methods run at --context (default: %(default)s)"
+    parser.add_argument("--methods", metavar="METHOD,...", default=METHODS, help=about)
     parser.add_argument(
         "--budget",
         metavar="SHARE,...",
@@ -270,12 +303,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    args.methods = read_methods([args.methods])
-    for method in args.methods:
-        if any(isinstance(config, Prefill) for config in parse(method)):
-            raise ConfigError(f"--methods: expected decode methods such as sparq, got {method}.")
+    methods = read_methods([args.methods])
+    args.methods = [one for one in methods if not any(isinstance(config, Prefill) for config in parse(one))]
+    args.prefill = sorted(set(methods) - set(args.methods))
+    for method in methods:
+        if len(parse(method)) > 1:
+            raise ConfigError(f"--methods: expected a comma between two methods, got {method}.")
     if not args.methods:
-        raise ConfigError("--methods: expected a method such as sparq, got none.")
+        raise ConfigError("--methods: expected a decode method such as sparq, got none.")
     args.budget = [read_budget(share) for share in args.budget.split(",")]
     args.context, args.passage = read_length(args.context, "--context"), read_length(args.passage, "--passage")
     check_int("--passage", args.passage, SHORTEST)
@@ -294,6 +329,7 @@ def _page(args: argparse.Namespace) -> Page:
     if latents := [index for index, cache in enumerate(traffic.caches) if cache.kind == LATENT]:
         args.methods = [_for_latents(method) for method in args.methods]
     candidates, refused = _candidates(model, args.methods)
+    tested, unable = _candidates(model, args.prefill)
     found = Page(
         args.model or DEFAULT,
         model_type(model),
@@ -303,7 +339,7 @@ def _page(args: argparse.Namespace) -> Page:
         longest if isinstance(longest, int) else None,
         traffic,
         candidates,
-        refused,
+        refused + unable,
     )
     if args.no_quality or not candidates:
         return found
@@ -325,7 +361,12 @@ def _page(args: argparse.Namespace) -> Page:
     configs = [one.config for each in candidates for one in each.served]
     ranks = [config.rank for config in configs if isinstance(config, SparQ) and config.scores_latents]
     captured = captured_shares(model, examples[COPY][0].prompt, latents, ranks[0]) if ranks else ()
-    found = dataclasses.replace(found, text=text, quality=quality, captured=captured)
+    length = min(args.context, found.made_for or args.context)
+    prefills: list[Any] = [parse(one.method)[0] for one in tested]
+    grids = [list(settings) for _, settings in groupby(prefills, key=lambda config: config.name)]
+    search = Search(model, tokenizer, tokens, grids, examples=args.limit, seed=args.seed)
+    tuned = search.run([(length + 1, (length,))]) if grids else []
+    found = dataclasses.replace(found, text=text, quality=quality, captured=captured, tuned=tuned)
     if (chosen := found.chosen) is None:
         return found
     with stage(STDERR, f"finding the crossover length of {chosen}"):
@@ -347,14 +388,13 @@ def _candidates(model: nn.Module, methods: Sequence[str]) -> tuple[list[Candidat
     found, refused = [], []
     for method in methods:
         try:
-            report = enable(model, method, calibration=calibration)
+            with sparse(model, method, calibration=calibration) as report:
+                plan = plan_of(model)
+                assert plan is not None
         except ConfigError as error:
             refused.append(f"`{method}` cannot run: {error}")
             continue
-        plan = plan_of(model)
-        assert plan is not None
         served = [Served(config, layer, count) for (config, layer), count in plan.layers.items()]
-        disable(model)
         keys, how = max((t.value, t.how) for t in (calibration.threshold(one.config, one.layer) for one in served))
         found.append(Candidate(method, served, report.layers, dict(report.dense_layers), keys, how))
     return found, refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -23,9 +24,9 @@ from rich.console import Console
 from ..calibrate import Calibration, describe
 from ..checks import ConfigError
 from ..core import registry
-from ..core.base import Dense, Method
+from ..core.base import Method
 from ..core.decide import NEVER
-from ..lm.model import disable, enable, native_dense, plan_of
+from ..lm.model import native_dense, plan_of, sparse
 from ..model_info import config_of
 from .evaluate.tasks import encode
 from .progress import Bar, stage
@@ -225,30 +226,24 @@ def compare(
         del cache
         answers: list[Decoded] = []
         logprobs: dict[str, list[mx.array]] = {}
-        report = None
         names = ["dense", attn] if registry.unavailable("cpu") else ["dense", NATIVE, attn]
         runs = names * TURNS
         with Bar("answers", len(runs) * max_tokens, "tokens", console) as progress:
             for name in runs:
-                if name == attn:
-                    report = enable(model, config, calibration=calibration)
-                elif name == NATIVE:
-                    enable(model, Dense(), backend="cpu")
-                try:
+                ways: dict[str, Any] = {"dense": contextlib.nullcontext(), NATIVE: native_dense(model)}
+                ways[attn] = sparse(model, config, calibration=calibration)
+                with ways[name] as report:
                     saved = load_prompt_cache(path)
                     found, logprobs[name] = decode(model, tokenizer, saved, last, max_tokens, progress.update)
                     answers.append(found)
-                finally:
-                    disable(model)
         for i, first in enumerate(answers[: len(names)]):
             later = [step for answer in answers[i :: len(names)] for step in answer.steps[1:]]
             answers[i] = dataclasses.replace(first, steps=[first.steps[0], *later])
-        assert report is not None
     of = dict(zip(names, answers, strict=False))
     facts = (attn, crossovers, crossover, reached, limit, took, of["dense"], of.get(NATIVE), of[attn])
     made = Comparison(*facts, math.nan, report.as_dict())
-    dense, sparse = (mx.stack(logprobs[name][: made.compared]) for name in ("dense", attn))
-    return dataclasses.replace(made, kl=float((mx.exp(dense) * (dense - sparse)).sum(axis=-1).mean()))
+    dense, ours = (mx.stack(logprobs[name][: made.compared]) for name in ("dense", attn))
+    return dataclasses.replace(made, kl=float((mx.exp(dense) * (dense - ours)).sum(axis=-1).mean()))
 
 
 def measure_crossover(model: nn.Module, config: Method, calibration: Calibration) -> tuple[list[str], int]:
@@ -256,25 +251,15 @@ def measure_crossover(model: nn.Module, config: Method, calibration: Calibration
 
     If ``calibration.measures`` is True, measure unknown crossover lengths first.
     """
-    enable(model, config, calibration=calibration)
-    try:
+    with sparse(model, config, calibration=calibration):
         plan = plan_of(model)
         assert plan is not None
         found = [(config, calibration.threshold(config, layer, NEVER)) for config, layer in plan.layers]
-    finally:
-        disable(model)
     return list(dict.fromkeys(describe(*one) for one in found)), max(int(one.value) for _, one in found)
 
 
 def prefill(
-    model: nn.Module,
-    cache: list[Any],
-    tokens: Sequence[int],
-    seconds: float,
-    update: Update,
-    *,
-    later: int = 0,
-    chunk: int = PREFILL_CHUNK,
+    model: nn.Module, cache: list[Any], tokens: Sequence[int], seconds: float, update: Update, later: int = 0
 ) -> int:
     """Prefill ``tokens`` in chunks. Stop before a chunk that would exceed ``seconds``, but always run the first chunk.
 
@@ -285,7 +270,7 @@ def prefill(
     Returns:
         The number of tokens that were added to the cache.
     """
-    start, took, done = time.perf_counter(), 0.0, 0
+    chunk, start, took, done = PREFILL_CHUNK, time.perf_counter(), 0.0, 0
     while done < len(tokens) and (not done or time.perf_counter() - start + took * (1 + later / chunk) < seconds):
         before = time.perf_counter()
         model(mx.array([tokens[done : done + chunk]]), cache=cache)

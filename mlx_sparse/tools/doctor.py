@@ -95,8 +95,7 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
     The model does not run. On an error, append a message to ``problems`` and return None.
     """
     try:
-        from ..calibrate import MODELED, Calibration
-        from ..calibrate.files import differing, measurement_key
+        from ..calibrate import Calibration
         from .measure import planned, rows_of
 
         with planned(model, attn, backend, Calibration()) as plan:
@@ -105,11 +104,6 @@ def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dic
             found |= {"served_layers": report.served_layers, "dense_layers": dict(report.dense_layers)}
             found |= {"thresholds": rows_of(plan.layers, plan.calibration), "lines": report.opening()}
             found["lines"].insert(1, f"settings: {report.attn}")
-            for config, layer in plan.layers:
-                other = differing(measurement_key(config, layer))
-                if other and plan.calibration.threshold(config, layer).how == MODELED:
-                    where = f"with the same layer shape but other {', '.join(other)}"
-                    found["lines"].append(f"{config.name} was measured {where}")
             return found
     except SparseAttentionError as error:
         problems.append(str(error))

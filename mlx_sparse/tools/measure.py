@@ -13,7 +13,7 @@ from ..calibrate.timing import Layer
 from ..checks import ConfigError, Parser, check_int
 from ..core.base import Method
 from ..lm.loading import load_text_model
-from ..lm.model import disable, enable, plan_of
+from ..lm.model import plan_of, sparse
 from .bench.core import log
 
 Served = dict[tuple[Method, Layer], int]  # number of layers for each method and layer shape
@@ -62,14 +62,11 @@ def main(argv: Sequence[str]) -> int:
 def planned(name: str, attn: str, backend: str, calibration: Calibration) -> Iterator[Plan]:
     """Load a model, enable sparse attention, and yield the plan. The model does not run. At the end, call `disable`."""
     model = load_text_model(name, lazy=True)[0]
-    enable(model, attn, backend=backend, calibration=calibration)
-    plan = plan_of(model)
-    assert plan is not None
-    plan.report.model = Path(name).name
-    try:
+    with sparse(model, attn, backend=backend, calibration=calibration) as report:
+        report.model = Path(name).name
+        plan = plan_of(model)
+        assert plan is not None
         yield plan
-    finally:
-        disable(model)
 
 
 def rows_of(served: Served, calibration: Calibration, *, measures: bool = False) -> list[dict[str, object]]:

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if made.sparse_from is not None and made.sparse_from >= NEVER:
         print(
             "All decode steps are dense, because sparse steps without native kernels are slower at every length. If "
-            "you use native kernels, set --dense-below."
+            "you use native kernels, set dense_below in --method."
         )
     elif made.sparse_from is not None and made.sparse_from > made.max_length:
         print(
@@ -77,13 +77,6 @@ def _parser() -> argparse.ArgumentParser:
         "--attn-config",
         metavar="FILE.toml",
         help="TOML file of parameters with tables [sparq], [sample] and [saap]; --method overrides it.",
-    )
-    parser.add_argument(
-        "--dense-below",
-        type=int,
-        metavar="N",
-        help="Decode steps with fewer than N keys are dense. Same as dense_below=N in --method (default: computed from "
-        "the shape of the layers, see docs/onnx.md).",
     )
     parser.add_argument(
         "--max-length",

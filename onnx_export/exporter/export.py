@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from tqdm import tqdm
 import mlx_sparse
 from mlx_sparse.checks import ConfigError, check_choice, check_int, did_you_mean, reason_of
 from mlx_sparse.core.base import Dense, Method
+from mlx_sparse.files import new_folder
 from mlx_sparse.methods import Sample, load_toml, parse
 
 from .. import build
@@ -30,7 +30,6 @@ from ..runtime import native as kernels
 from ..runtime.genai import eos_tokens, write_config
 from .decoder import Decoder, Target
 from .families import Family, check_modules, family_of
-from .folder import atomic_folder, check_free
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
 from .verify.compare import Agreement, compare
@@ -82,7 +81,6 @@ def export(
     *,
     method: str = "sparq",
     attn_config: str | Path | None = None,
-    dense_below: int | None = None,
     max_length: int | None = None,
     dtype: str | None = None,
     compat: bool = False,
@@ -95,10 +93,9 @@ def export(
     Args:
         model: a folder or a Hugging Face repository that mlx-lm loads.
         out: a folder that does not exist or is empty. All files are verified before they appear in this folder.
-        method: one of `EXPORTED` with optional settings, such as "sparq:rank=16".
+        method: one of `EXPORTED` with optional settings, such as "sparq:rank=16". The default of ``dense_below`` comes
+            from the cost model in `defaults`, which does not depend on the machine.
         attn_config: TOML file with a table for each method, such as [sparq]; ``method`` overrides it.
-        dense_below: number of keys below which decode steps are dense. Do not set this number in ``method`` too. The
-            default comes from the cost model in `defaults`, which does not depend on the machine.
         max_length: maximum number of tokens in a sequence. The default is the limit of the model, at most `MAX_LENGTH`.
         dtype: type of caches and unquantized weights: float32, float16 or bfloat16. The default is the type of the
             model. If you set float32, quantized weights are dequantized.
@@ -115,15 +112,13 @@ def export(
         OSError: ``out`` cannot be written.
     """
     prompts, config = methods_of(method, attn_config, native=native)
-    if dense_below is not None:
-        config = _with_dense_below(config, dense_below)
     _check_native(config, native=native, inline=inline)
     if dtype is not None:
         check_choice("--dtype", dtype, tuple(build.TYPES))
     if max_length is not None:
         check_int("--max-length", max_length, 1, MOST)
     folder = Path(out)
-    check_free(folder)
+    _check_free(folder)
     loaded, source, settings = load(model)
     family = family_of(settings)
     check_modules(loaded, dequantize=dtype == "float32")
@@ -142,7 +137,7 @@ def export(
     def lower(proto: onnx.ModelProto) -> onnx.ModelProto:
         return inlined(proto) if inline else proto
 
-    with atomic_folder(folder) as made:
+    with new_folder(folder) as made:
         proto = _write(made, loaded, family, target, settings, compat=compat)
         onnx.save(lower(proto), made / "model.onnx")
         nbytes = sum(file.stat().st_size for file in made.iterdir())
@@ -159,15 +154,16 @@ def export(
     return Exported(folder, target.text, length, nbytes, agreement, target.decode.sparse_from)
 
 
-def _with_dense_below(config: Method, given: int) -> Method:
-    configured = getattr(config, "dense_below", None)
-    if configured is None:
-        raise ConfigError(f"--dense-below: expected no value for a --method that decodes densely, got {given}.")
-    if configured != "auto":
-        raise ConfigError(f"--dense-below: expected no value with dense_below={configured} in --method, got {given}.")
-    check_int("--dense-below", given, 0, MOST)
-    setting: dict[str, object] = {"dense_below": given}
-    return dataclasses.replace(config, **setting)
+def _check_free(folder: Path) -> None:
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
+        raise ConfigError(f"-o: expected a folder that is empty or does not exist, got {folder}. Nothing was written.")
+    if folder.is_mount() or folder.samefile(Path.cwd()):
+        raise ConfigError(
+            f"-o: expected a folder that can be replaced, got a mount point or the current folder: {folder}. "
+            "Name a new folder inside it."
+        )
 
 
 def _check_native(config: Method, *, native: bool, inline: bool) -> None:

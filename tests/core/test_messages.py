@@ -104,7 +104,7 @@ def test_advice_survives_truncation() -> None:
     assert str(ConfigError(short)) == short
 
 
-@pytest.mark.parametrize("argv", [[PLAIN], ["report", PLAIN], ["matrix", PLAIN], ["eval", "--limit", PLAIN]])
+@pytest.mark.parametrize("argv", [[PLAIN], ["matrix", PLAIN], ["eval", "--limit", PLAIN]])
 def test_commands_truncate_input(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert cli.main(argv) == 2

@@ -42,7 +42,6 @@ ELSEWHERE = {
     "mlx_lm.server": "tests/lm/test_lm_server.py",
     "mlx-sparse bench step --runtime onnx": "tests/backends/onnx/test_onnx_bench.py",
     "mlx-sparse doctor": "tests/tools/test_doctor.py",
-    "mlx-sparse report DIR": "tests/tools/test_evaluate_report.py",
 }
 MODEL = re.compile(r"\bMODEL\b|mlx-community/[\w.-]+|\$\(python examples/model.py\)")
 

@@ -1,4 +1,4 @@
-"""Test the site: the build, links, public names, and the same content as on a Git host."""
+"""Test the site: the build, public names, and the same content as on a Git host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 
 import markdown
 import pytest
-import site_check
 from markdown_it import MarkdownIt
 from mkdocs.config import load_config
 from mkdocs.structure.files import get_files
@@ -37,11 +36,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_links_work_and_nothing_is_external(site: Path) -> None:
-    wrong, pages, links = site_check.check(site)
-    assert not wrong
-    assert pages > 40
-    assert links > 2000
+def test_pages_load_no_external_files(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        elements = re.findall(r"<(?:script|img|link|iframe|source|video)\b[^>]*>", page.read_text(encoding="utf-8"))
+        external = [element for element in elements if re.search(r"(?:src|href)=\"?(?:https?:)?//", element)]
+        assert not external, page
 
 
 def test_every_public_name_is_shown(site: Path) -> None:
@@ -108,22 +109,3 @@ def test_pages_render_like_commonmark() -> None:
     for path, (written, given) in pages("https://forge.example/project").items():
         here = markdown.markdown(given, extensions=["tables", "fenced_code"])
         assert looks(here) == looks(forge.render(written)), path
-
-
-def test_site_check_finds_planted_errors(tmp_path: Path) -> None:
-    (tmp_path / "page").mkdir()
-    (tmp_path / "page" / "index.html").write_text('<h1 id="here">x</h1><a href="../gone/">x</a>')
-    (tmp_path / "index.html").write_text(
-        '<a href="page/#here">x</a><a href="page/#there">x</a><a href="https://forge.example">x</a>'
-        '<img src="https://elsewhere.example/x.png"><link rel="stylesheet" href="none.css">'
-    )
-    assert site_check.check(tmp_path) == (
-        [
-            "index.html: loads https://elsewhere.example/x.png",
-            "index.html: page/#there has no such anchor",
-            "index.html: none.css does not exist",
-            "page/index.html: ../gone/ does not exist",
-        ],
-        2,
-        4,
-    )

@@ -181,6 +181,8 @@ def test_every_spelling_decodes_sparsely(spelling: str, finished: Runs):
     assert report["attn"].startswith("sparq:rank=4,top_k=4")
     assert (report["served_layers"], report["sparse_calls"]) == (LAYERS, LAYERS * STEPS)
     assert report["dense_calls"] == {"in prefill": LAYERS}
+    (seconds,) = report["time_to_first_token"]
+    assert 0 < seconds < 60
 
 
 @pytest.mark.parametrize("name", ["dense", "--attn dense"])
@@ -197,16 +199,17 @@ def test_without_a_method_errors_equal_mlx_lms(finished: Runs):
 
 
 def test_text_report_is_printed_on_standard_error(finished: Runs):
-    opening, first, *rest = finished("text report").err.splitlines()
+    opening, first, time, *rest = finished("text report").err.splitlines()
     assert re.fullmatch(rf"\[mlx-sparse\] sparq:rank=4,top_k=4,.* on {BACKEND}: 2 of 2 layers \(llama, llama\)", first)
     assert opening == f"{first}; sparse at 5 keys and longer (given)"
+    assert re.fullmatch(r"  time to first token: \d+\.\d\d s", time)
     assert re.fullmatch(
         rf"  sparse calls: {LAYERS * STEPS}, [\d.]+% of the dense bytes \(.* per step, modeled for \w+\)", rest[0]
     )
     assert re.fullmatch(r"  estimated attention recall: median .*; lowest in layer [01], median [\d.]+", rest[1])
     assert re.fullmatch(r"  estimated saving: \d+% of the bytes of a decode step, with the weights", rest[2])
     assert rest[3] == f"  {DENSE} calls: {LAYERS} in prefill"
-    assert len(rest) <= 7
+    assert len(rest) <= 6
     assert finished("text report").text == finished("mlx_lm.generate sparse").text
 
 

@@ -28,12 +28,13 @@ def report(counts: Counts | None = None, attn: str = "sparq", **attributes) -> R
 )
 def test_summary_has_at_most_eight_lines_and_the_full_report_has_all_reasons(statistics):
     reasons = Counter({"in prefill": 4, SHORT: 3, "with an array mask": 2, "without a causal mask": 1})
-    counts = Counts(20, reasons, 100, 1000, **statistics)
+    counts = Counts(20, reasons, 100, 1000, time_to_first_token=(1.0, 2.0), **statistics)
     found = report(counts, weight_bytes=100, dense_layers=Counter({"a": 2, "b": 1}))
     found.recalls = RecallStatistics(np.ones((1, RECALL_STEPS + 1), np.int64))
     lines = found.summary().splitlines()
 
     assert len(lines) <= 8
+    assert lines[1].endswith("time to first token: 1.50 s (mean of 2 prompts)")
     assert lines[0].endswith("; dense layers: 2 a, 1 for other reasons")
     assert f"  dense calls: 4 in prefill, 3 {SHORT}, 3 for other reasons" in lines
     assert lines[-1] == "  hint: --attn-report full lists all reasons"

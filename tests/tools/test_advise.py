@@ -25,13 +25,14 @@ from mlx_sparse import cli
 from mlx_sparse.core.base import Method
 from mlx_sparse.lm import loading
 from mlx_sparse.lm.model import disable, enable, plan_of
-from mlx_sparse.methods import SparQ, Streaming, read_toml
+from mlx_sparse.methods import Gather, Sample, SparQ, Streaming, read_toml
 from mlx_sparse.tools import advise
 from mlx_sparse.tools.advise import Page
 from mlx_sparse.tools.decode_traffic import LayerCache, Served, Traffic, layer_caches, traffic_of, weights_read
 from mlx_sparse.tools.evaluate.variants import Variant
 from mlx_sparse.tools.quality import Attempt, Quality
 from mlx_sparse.tools.terminal import WIDTH
+from mlx_sparse.tools.tune.results import Measured, Tuned
 from mlx_sparse.tools.verdict import COPY, TEXT
 
 DATA = read_tables(__file__)
@@ -215,6 +216,38 @@ def test_cheapest_passing_method_is_recommended() -> None:
 
 
 @pytest.mark.parametrize(
+    ("accuracy", "dense", "seconds", "recommended"),
+    [(0.892, 0.9, 0.9, True), (0.88, 0.9, 0.9, False), (0.9, 0.9, 1.1, False), (0.4, 0.4, 0.9, False)],
+    ids=["good", "inaccurate", "slow", "unsolved"],
+)
+def test_prefill_method_is_recommended_if_it_is_faster_and_keeps_the_accuracy(
+    accuracy: float, dense: float, seconds: float, recommended: bool, tmp_path: Path
+) -> None:
+    rows = [
+        Measured(config, {"needle": right, "copying": right}, density, 0.1, time)
+        for config, right, density, time in ((None, dense, 1.0, 1.0), (Gather(share=0.4), accuracy, 0.5, seconds))
+    ]
+    quality = quality_of([attempt("oracle_top_k:top_k=511")], [attempt("sparq:rank=4,top_k=126,dense_below=0")])
+    found = page_of(quality, tuned=[Tuned(4097, (4096,), rows[0], rows[1:], rows[1], rows[1])])
+    attn = "gather:share=0.4+sparq:rank=4" if recommended else "sparq:rank=4"
+    assert found.advice()[-1].endswith(f" --attn {attn}")
+    stay = "stay dense: no method is faster and keeps 99% of an accuracy of at least 0.5"
+    assert f"For prefill, {'use `gather:share=0.4`' if recommended else stay}. " in " ".join(str(found).split())
+    data = found.as_dict()
+    assert (data["attn"], [row["method"] for row in data["prefill"]]) == (attn, ["dense", "gather:share=0.4"])
+    path = tmp_path / "attn.toml"
+    path.write_text(advise.toml(found.recommended, "m", "2026-01-02", ""))
+    assert "+".join(map(str, read_toml(path)[0].values())) == attn
+
+
+def test_saved_ranges_load(tmp_path: Path) -> None:
+    config = Sample(ranges="16384:0.9:0.95:2/32768:0.8:0.9:1")
+    path = tmp_path / "attn.toml"
+    path.write_text(advise.toml([config], "m", "2026-01-02", ""))
+    assert read_toml(path)[0] == {"sample": config}
+
+
+@pytest.mark.parametrize(
     "config",
     [
         SparQ(rank=8, top_k=256, component_score="query_key", reallocate=True, local_window=16),
@@ -226,7 +259,7 @@ def test_cheapest_passing_method_is_recommended() -> None:
 )
 def test_saved_file_loads_as_attn_config(tmp_path: Path, config: Method) -> None:
     path = tmp_path / "attn.toml"
-    path.write_text(advise.toml(config, 'a "name"\n[h2o]', "2026-01-02", "a\ntext"))
+    path.write_text(advise.toml([config], 'a "name"\n[h2o]', "2026-01-02", "a\ntext"))
     assert read_toml(path)[0] == {config.name: config}
 
 
@@ -241,7 +274,7 @@ def test_command_stops_at_a_failing_budget_and_saves(tmp_path: Path, without_tor
     write(model)
     text.write_text(WORDS)
     # All components select as the exact scores do.
-    methods = "--methods=sparq:rank=16,streaming"
+    methods = "--methods=sparq:rank=16,streaming,gather:chunk=128,dense_below=0,gather:chunk=128"
     arguments = ["advise", str(model), "--text", str(text), *SHORT, methods, "--json", "--save", str(saved)]
     environment = os.environ | without_torch | {"XDG_CACHE_HOME": str(tmp_path)}
     done = commands.run(["-m", "mlx_sparse.cli", *arguments], environment)
@@ -251,6 +284,7 @@ def test_command_stops_at_a_failing_budget_and_saves(tmp_path: Path, without_tor
     assert tries == [*oracle, ("sparq", "1/2", True), ("streaming", "1/2", False)]  # SparQ cannot meet one eighth
     assert all(one_row["sparse_calls"] for one in found["attempts"] for one_row in one["rows"])
     assert found["methods"][0]["served"] == 2
+    assert [row["density"] for row in found["prefill"]] == [1, 1, pytest.approx(0.55, abs=0.1)]
     assert done.returncode == 0 and found["attn"].startswith("sparq:rank=16")
     assert [str(config) for config in read_toml(saved)[0].values()] == [found["attn"]]
 

@@ -16,7 +16,6 @@ from shell import ROOT, run
 DATA = read_tables(__file__)
 
 STEPS = DATA["steps"]
-RESULT = {"gpu_check.sh": "jsonl", "mac_check.sh": "json"}
 by_script = pytest.mark.parametrize("script", STEPS)
 
 
@@ -30,7 +29,7 @@ def test_shellcheck_passes(script: str) -> None:
 
 @by_script
 def test_dry_run_prints_every_step_and_writes_nothing(script: str, tmp_path: Path) -> None:
-    done = run(ROOT / "scripts" / script, "--dry-run", "-o", tmp_path / f"result.{RESULT[script]}")
+    done = run(ROOT / "scripts" / script, "--dry-run", "-o", tmp_path / "result.jsonl")
     assert (done.returncode, done.stderr) == (0, "")
     places = [done.stdout.index(f"$ {step}") for step in STEPS[script]]
     assert places == sorted(places)
@@ -42,11 +41,10 @@ def test_gpu_steps_end_within_ten_minutes() -> None:
     assert len(limits) == 4 and sum(limits) <= 590
 
 
-@pytest.mark.parametrize("arguments", [["--fast"], ["-o"], ["-o", "result.txt"], ["-o", "no/such/folder/x.{}"]])
+@pytest.mark.parametrize("arguments", [["--fast"], ["-o"], ["-o", "result.txt"], ["-o", "no/such/folder/x.jsonl"]])
 @by_script
 def test_wrong_arguments_are_refused(script: str, arguments: list[str]) -> None:
-    given = [argument.format(RESULT[script]) for argument in arguments]
-    done = run(ROOT / "scripts" / script, "--dry-run", *given)
+    done = run(ROOT / "scripts" / script, "--dry-run", *arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"{script}: error: expected ")
 
@@ -64,5 +62,5 @@ def test_other_machines_are_refused(script: str, tmp_path: Path) -> None:
 def test_empty_folder_is_unfinished(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "validated.xml").write_text("<testsuites>")  # truncated
     assert check_report.main([script, str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
-    assert json.loads((tmp_path / "result.jsonl").read_text())["problems"] == DATA["unfinished"][script]
+    assert json.loads((tmp_path / "result.jsonl").read_text().splitlines()[0])["problems"] == DATA["unfinished"][script]
     assert capsys.readouterr().out.startswith("Wrote ")

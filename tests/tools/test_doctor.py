@@ -93,29 +93,6 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     assert found["lines"][-1] == "sparse at 3,000 keys and longer (measured on this machine)"
 
 
-def test_doctor_names_the_other_conditions_of_a_stored_measurement(
-    tmp_path: Path, calibration_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    model, attn = str(write(tmp_path / "tiny", "qwen3")), "sparq:rank=4"
-    monkeypatch.setattr(calibrate.files, "in_use", lambda: "another")
-    with measure.planned(model, attn, "ops", calibrate.Calibration()) as plan:
-        ((config, layer),) = plan.layers
-        key = measurement_key(config, layer)
-        write_measurement(key, {"points": [[3000, 2.0, 2.0, 2.0]]})
-    (calibration_folder / "damaged.json").write_text("[]")
-
-    def lines(*attn: str) -> list[str]:
-        code, out, _ = run(capsys, "doctor", "--model", model, "--json", "--attn-backend", "ops", "--attn", *attn)
-        assert code == 0
-        return json.loads(out)["model"]["lines"][2:]
-
-    assert lines(attn) == ["sparse at 3,000 keys and longer (measured on this machine)"]
-    modeled = "sparse at 2,048 keys and longer (modeled)"
-    assert lines("sparq:rank=8") == [modeled, "sparq was measured with the same layer shape but other settings"]
-    monkeypatch.setattr(calibrate.files, "in_use", lambda: "a third")
-    assert lines(attn) == [modeled, "sparq was measured with the same layer shape but other BLAS"]
-
-
 def test_doctor_reports_why_a_model_is_unsupported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = str(write(tmp_path / "gemma2", "gemma2"))
     for arguments, problem in (

@@ -62,7 +62,7 @@ def rows() -> dict[str, Row]:
 
 def cells(row: Row) -> dict[str, str]:
     """Return the cells of a row in its table by column."""
-    (table,) = tables([row], row.task)
+    (table,) = tables([row])
     return dict(zip(table.header, table.rows[0], strict=True))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +23,10 @@ from mlx_sparse.core.base import Step
 from mlx_sparse.methods import Sample, SparQ, parse
 from mlx_sparse.tools.comparison import TURNS, Length, compare, encode_prompt
 from mlx_sparse.tools.environment import hardware
-from mlx_sparse.tools.evaluate.journal import Journal
 from mlx_sparse.tools.evaluate.runner import Prompt, Steps
 from mlx_sparse.tools.evaluate.tasks import Example, Passage
 from mlx_sparse.tools.train.collect import Collection, collect, find_layer_shapes
-from mlx_sparse.tools.tune import Search, Trial
+from mlx_sparse.tools.tune import Search
 
 if reason := registry.unavailable("cpu"):
     absent("cpu", reason)
@@ -79,8 +77,7 @@ def evaluate_prompt(folder: Path) -> None:
 
 
 def tune(folder: Path) -> None:
-    journal: Journal[Trial] = Journal(None, "", "", Trial)
-    Search(build(), WordTokenizer(), TOKENS, journal, Namespace(prefill_step_size=64), [])._try(None, PASSAGE)
+    Search(build(), WordTokenizer(), TOKENS, [], step=64)._try(None, PASSAGE)
 
 
 def train(folder: Path) -> None:

@@ -33,7 +33,7 @@ def test_wide_tables_continue_below_and_repeat_the_first_columns() -> None:
     assert table(["a", "b"], []).split() == ["a", "b", "─" * 4]
     path = "/tmp/" + "x" * 200
     assert "".join(table(["path"], [[path]]).splitlines()[2:]) == path
-    assert max(map(len, str(Table("copying", header, rows, [])).splitlines())) <= WIDTH
+    assert max(map(len, str(Table("copying", header, rows)).splitlines())) <= WIDTH
 
 
 def test_text_is_filled_but_words_stay_whole() -> None:

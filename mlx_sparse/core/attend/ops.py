@@ -168,10 +168,10 @@ def dense_attention(
     L, S, dtype = queries.shape[2], keys.shape[2], queries.dtype
     mask: mx.array | str | None = "causal" if L > 1 else None
     if left_padding is not None:
-        mask = causal_mask(L, S, left_padding)[:, None]
+        valid = valid_keys(S, left_padding)[:, None, None]
+        mask = valid & (mx.arange(S) <= mx.arange(S - L, S)[:, None])
         # Padding may contain any number, and 0 * inf is NaN.
-        valid = valid_keys(S, left_padding)[:, None, :, None]
-        keys, values = (mx.where(valid, rows, 0) for rows in (keys, values))
+        keys, values = (mx.where(valid.swapaxes(-1, -2), rows, 0) for rows in (keys, values))
     sinks = zero_sinks(queries.shape[1], dtype)
     out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     return out.astype(dtype)
@@ -201,50 +201,3 @@ def dense_lse(
             scores = mx.where(mask, scores, -mx.inf)
         done.append(mx.logsumexp(scores, axis=-1))
     return mx.concatenate(done, axis=-1).reshape(B, Hq, L)
-
-
-def attend_rows(
-    queries: mx.array, keys: Rows, values: Rows, *, scale: float, causal: bool
-) -> tuple[mx.array, mx.array]:
-    """Compute exact attention over a part of the keys. `merge` combines the results of several parts.
-
-    Args:
-        queries: ``(B, Hq, L, D)``.
-        keys, values: ``(B, Hkv, n, D)``; ``n`` may be 0.
-        causal: if True, query i attends to keys up to index ``n - L + i``; if False, to all ``n`` keys.
-
-    Returns:
-        float32 ``out (B, Hq, L, D)`` and ``lse (B, Hq, L)``. If ``n`` is 0, out is 0 and lse is -inf.
-    """
-    B, Hq, L, D = queries.shape
-    Hkv, n = keys.shape[1:3]
-    if n == 0 or L == 0:
-        return mx.zeros((B, Hq, L, values.shape[3])), mx.full((B, Hq, L), -mx.inf)
-    # Without a mask the queries of a group are independent rows.
-    rows = (Hq // Hkv, L) if causal else (1, Hq // Hkv * L)
-    grouped = queries.reshape(B, Hkv, *rows, D).astype(mx.float32) * scale
-    step = batch_size(B * Hkv * rows[0] * n)
-    outs: list[mx.array] = []
-    lses = []
-    for first in range(0, rows[1], step):
-        stop = min(first + step, rows[1])
-        end = n - L + stop if causal else n
-        q, k = wait_for(outs, grouped[..., first:stop, :]), keys[:, :, None, :end].astype(mx.float32)
-        weights, lse = softmax_lse(causal_scores(q, k) if causal else q @ k.swapaxes(-1, -2), None)
-        outs.append(weights @ values[:, :, None, :end].astype(mx.float32))
-        lses.append(lse)
-    out, lse = mx.concatenate(outs, axis=3), mx.concatenate(lses, axis=3)
-    return out.reshape(B, Hq, L, -1), lse.reshape(B, Hq, L)
-
-
-def merge(*parts: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
-    """Merge the float32 results ``out (..., D)`` and ``lse (...)`` of attention over disjoint parts of the keys."""
-    outs, lses = (mx.stack(list(arrays)) for arrays in zip(*parts, strict=True))
-    weights, lse = softmax_lse(mx.moveaxis(lses, 0, -1), None)
-    return (mx.moveaxis(weights, -1, 0)[..., None] * outs).sum(axis=0), lse
-
-
-def causal_mask(L: int, S: int, left_padding: mx.array | None) -> mx.array:
-    """Return a causal mask ``(B or 1, L, S)``, True where a query attends to a key. The mask excludes padding."""
-    causal = mx.arange(S) <= mx.arange(S - L, S)[:, None]
-    return causal[None] if left_padding is None else causal & valid_keys(S, left_padding)[:, None, :]

@@ -30,7 +30,6 @@ class Streaming(Method):
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
     reads: ClassVar[str] = "the first 16 and the last 112 keys"
-    plot_style: ClassVar[tuple[str, str]] = ("#E69F00", "D")
     budget_setting: ClassVar[str] = "recent_tokens"
     limits: ClassVar[Mapping[str, int]] = {"sink_tokens": 0, "recent_tokens": 1}
 
@@ -58,7 +57,6 @@ class H2O(Method):
         "the last keys and the keys that received the most attention so far; all other keys are evicted. "
         "For comparison: it needs dense prefill"
     )
-    plot_style: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     budget_setting: ClassVar[str] = "top_k"
     limits: ClassVar[Mapping[str, int]] = {"top_k": 1}
     observes_prefill: ClassVar[bool] = True
@@ -88,7 +86,6 @@ class FlexGen(Method):
     name: ClassVar[str] = "flexgen"
     source: ClassVar[str] = "FlexGen, arXiv 2303.06865"
     reads: ClassVar[str] = "every key, and the values with the `top_k` largest weights"
-    plot_style: ClassVar[tuple[str, str]] = ("#CC79A7", "v")
     budget_setting: ClassVar[str] = "top_k"
     limits: ClassVar[Mapping[str, int]] = {"top_k": 1}
 
@@ -117,7 +114,6 @@ class OracleTopK(Method):
     name: ClassVar[str] = "oracle_top_k"
     source: ClassVar[str] = "the bound in the SparQ paper"
     reads: ClassVar[str] = "every key; attends to the best `top_k` keys. An upper bound of quality that saves nothing"
-    plot_style: ClassVar[tuple[str, str]] = ("#009E73", "^")
     budget_setting: ClassVar[str] = "top_k"
     limits: ClassVar[Mapping[str, int]] = {"top_k": 1}
 
@@ -153,7 +149,6 @@ class Quest(Method):
         "the smallest and largest components of each page of 16 keys, then the `top_k` keys and values of the pages "
         "with the largest bounds ([Quest](docs/spec/quest.md)). For comparison: each step computes the bounds again"
     )
-    plot_style: ClassVar[tuple[str, str]] = ("#F0E442", "P")
     budget_setting: ClassVar[str] = "top_k"
     limits: ClassVar[Mapping[str, int]] = {"page_size": 1, "top_k": 1}
 

@@ -84,7 +84,6 @@ class Gather(Prefill):
     reads: ClassVar[str] = (
         "the share of the earlier keys with most of a sample's attention, per KV head ([gather](docs/spec/gather.md))"
     )
-    plot_style: ClassVar[tuple[str, str]] = ("#117733", "^")
     limits: ClassVar[Mapping[str, int]] = {"chunk": 1, "samples": 1, "exact_tail": 0, "neighbors": 0, "dense_below": 0}
     function_defaults: ClassVar[Mapping[str, Any]] = {"neighbors": 0, "dense_below": 0}
     selects_keys: ClassVar[bool] = True

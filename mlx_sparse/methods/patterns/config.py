@@ -21,7 +21,6 @@ class StreamingPrefill(Prefill):
     name: ClassVar[str] = "streaming_prefill"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
     reads: ClassVar[str] = "a window and the first keys"
-    plot_style: ClassVar[tuple[str, str]] = ("#E69F00", "D")
     limits: ClassVar[Mapping[str, int]] = {"sink_tokens": 0}
 
     block_size: int = 64
@@ -40,7 +39,6 @@ class MInference(Prefill):
     name: ClassVar[str] = "minference"
     source: ClassVar[str] = "MInference, arXiv 2407.02490"
     reads: ClassVar[str] = "a fixed number of key blocks and distances with most of a sample's attention"
-    plot_style: ClassVar[tuple[str, str]] = ("#882255", "s")
     limits: ClassVar[Mapping[str, int]] = {"vertical_tokens": 1, "slash_tokens": 1}
 
     block_size: int = 64
@@ -61,7 +59,6 @@ class BigBird(Prefill):
     name: ClassVar[str] = "bigbird"
     source: ClassVar[str] = "BigBird, arXiv 2007.14062"
     reads: ClassVar[str] = "a window, the first keys and random blocks"
-    plot_style: ClassVar[tuple[str, str]] = ("#999933", "v")
     limits: ClassVar[Mapping[str, int]] = {"random_blocks": 0}
 
     block_size: int = 64
@@ -94,7 +91,6 @@ class HyperAttention(Prefill):
         "a bucket of keys with hashes similar to the query's, and a weighted sample. For comparison: no faster than "
         "dense attention here"
     )
-    plot_style: ClassVar[tuple[str, str]] = ("#CC79A7", "X")
     limits: ClassVar[Mapping[str, int]] = {"bucket_size": 1, "sampled_keys": 1, "hash_bits": 1, "exact_rows": 1}
 
     bucket_size: int = 256
@@ -123,7 +119,6 @@ class HashSparse(Prefill):
     name: ClassVar[str] = "hash_sparse"
     source: ClassVar[str] = "Sparse Flash Attention, arXiv 2306.01160"
     reads: ClassVar[str] = "the keys with the query's hash. For comparison: no faster than dense attention here"
-    plot_style: ClassVar[tuple[str, str]] = ("#44AA99", "P")
     limits: ClassVar[Mapping[str, int]] = {"buckets": 2}
 
     buckets: int = 16

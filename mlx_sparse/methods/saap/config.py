@@ -44,7 +44,6 @@ class SAAP(Method):
         "the weights of a small network, then the keys and values of the buckets that it selects, and the first and "
         "last keys ([SAAP](docs/spec/saap.md)); for very long contexts; needs training once per model"
     )
-    plot_style: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
     budget_setting: ClassVar[str] = "probes"
     limits: ClassVar[Mapping[str, int]] = {"sink_tokens": 0, "recent_tokens": 1, "dense_layers": 0, "merge_every": 1}
     pre_rope: ClassVar[bool] = True

@@ -55,7 +55,6 @@ class Sample(Prefill):
         "the key blocks and distances with most of a sample's attention, per head "
         "([SampleAttention](docs/spec/sample.md))"
     )
-    plot_style: ClassVar[tuple[str, str]] = ("#332288", "o")
 
     block_size: int = 128
     alpha_column: float = 0.95

@@ -84,7 +84,6 @@ class SparQ(Method):
     reads: ClassVar[str] = (
         "`rank` components of every key, then `top_k` whole keys and values ([SparQ](docs/spec/sparq.md))"
     )
-    plot_style: ClassVar[tuple[str, str]] = ("#0072B2", "o")
     budget_setting: ClassVar[str] = "top_k"
     limits: ClassVar[Mapping[str, int]] = {"rank": 1}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ...checks import ArtefactError
-from ...files import naming
+from ...files import naming, new_folder
 
 MANIFEST = "mlx-sparse-manifest.json"
 
@@ -73,17 +73,15 @@ def build_directory(path: Path, fill: Callable[[Path], None]) -> Path:
     if path.exists():
         check_directory(path)
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with naming(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        work = Path(scratch) / "work"
-        work.mkdir()
-        fill(work)
-        hashes = {file.name: file_hash(file) for file in sorted(work.iterdir())}
-        (work / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
-        try:
-            work.rename(path)
-        except OSError:
-            check_directory(path)  # another process has built the directory; use it if it is complete
+    try:
+        with new_folder(path) as work:
+            fill(work)
+            hashes = {file.name: file_hash(file) for file in sorted(work.iterdir())}
+            (work / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
+    except OSError:
+        if not path.exists():
+            raise
+        check_directory(path)  # another process has built the directory; use it if it is complete
     return path
 
 

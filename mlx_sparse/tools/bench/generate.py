@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -19,7 +18,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ... import blas
 from ...checks import ConfigError, Parser, check_int, read_length
 from ...files import cache_directory
 from ...methods import parse, split_methods
@@ -38,7 +36,6 @@ RUNTIMES = ("mlx", "onnx")
 LENGTHS, MAX_TOKENS, REPEAT = "2k,4k", 32, 3
 DENSE = "dense"
 DIGITS = {"time_to_first_token": 2, "prompt": 1, "generation": 1}  # from a measured value to its decimal places
-PREFILL_CHUNK = 2048  # tokens of a prefill chunk, as in mlx_lm.generate
 
 
 @dataclass(frozen=True)
@@ -93,9 +90,8 @@ def run(args: argparse.Namespace) -> int:
     methods = [text for text in split_methods(args.attn) if text != DENSE]
     for text in methods:
         select_methods(parse(text))
-    for option, value, runtime in (("--threads", args.threads, "onnx"), ("--text", args.text, "mlx")):
-        if value is not None and args.runtime != runtime:
-            raise ConfigError(f"{option}: expected none with --runtime {args.runtime}, got {value}.")
+    if args.threads is not None and args.runtime == "mlx":
+        raise ConfigError(f"--threads: expected none with --runtime mlx, got {args.threads}.")
     check_int("--repeat", args.repeat, 1)
     tokens = check_int("--max-tokens", args.max_tokens, 1)
     threads = check_int("--threads", 1 if args.threads is None else args.threads, 1)
@@ -103,11 +99,8 @@ def run(args: argparse.Namespace) -> int:
     cache, load, where = cache_directory(args.cache_dir), os.getloadavg()[0], machine()
     check_model(args.model, cache, args.accept_license)
     texts.check([args.text or texts.DEFAULT])
-    if args.runtime == "onnx":
-        make = partial(importlib.import_module(ONNX).variants, threads=threads)
-    else:
-        (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
-        make = partial(variants_of, text=source.text)
+    (source,) = texts.read([args.text or texts.DEFAULT], cache=cache)
+    make = partial(importlib.import_module(ONNX).variants, threads=threads) if args.runtime == "onnx" else variants_of
     model = find_model(args.model, cache, args.accept_license)
     facts = {
         "model": Path(args.model or DEFAULT).name,  # no folder, because rows are published
@@ -117,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     }
     printer = formats.Printer(args, facts | {"load average": f"{load:.1f} before, {os.cpu_count()} processors"})
     rows = list[Row]()
-    for variants in make(model, [DENSE, *methods], lengths, tokens):
+    for variants in make(model, [DENSE, *methods], lengths, tokens, text=source.text):
         rows += collect(measure(variants, args.repeat), printer)
     right = not any(row.failed for row in rows)
     about = f"{Path(model).name}; {where['chip']}, {where['device']}; load average before: {load:.1f}"
@@ -129,8 +122,8 @@ def add_arguments(parser: Parser) -> None:
     """Add the description and the options of ``mlx-sparse bench generate``."""
     parser.description = (
         "Generate from real text, alternately with dense attention and each method, and print the time to the first "
-        "token and the speeds of prefill and generation with mlx-lm. With --runtime onnx, decode with the model as "
-        "export-onnx writes it in float32."
+        "token and the speeds of prefill and generation with mlx-lm. With --runtime onnx, run the model as export-onnx "
+        "writes it in float32; only with a prefill method, time the first token."
     )
     add_model_options(parser)
     parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="library to time (default: mlx)")
@@ -140,10 +133,21 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-tokens", metavar="N", type=int, default=MAX_TOKENS, help=about)
     parser.add_argument("--repeat", metavar="N", type=int, default=REPEAT, help=f"timed runs (default: {REPEAT})")
     names = f"a file or one of {', '.join(texts.NAMES)} (default: {texts.DEFAULT})"
-    parser.add_argument("--text", metavar="TEXT", help=f"with mlx: the prompts are the start of {names}")
+    parser.add_argument("--text", metavar="TEXT", help=f"the prompts are the start of {names}")
     parser.add_argument("--cache-dir", metavar="DIR", help="folder for fetched files (default: user's cache)")
     parser.add_argument("--threads", metavar="N", type=int, help="with onnx: threads of ONNX Runtime (default: 1)")
     formats.add_options(parser)
+
+
+def first_tokens(tokenizer: Tokenizer, text: str, length: int) -> list[int]:
+    """Return the first ``length`` tokens of ``text``."""
+    tokens = list(tokenizer.encode(text))
+    if length > len(tokens):
+        raise ConfigError(
+            f"--lengths: expected prompts that are not longer than the text, got {length} of {len(tokens)} "
+            "tokens. Give a longer --text."
+        )
+    return tokens[:length]
 
 
 # MLX
@@ -153,19 +157,10 @@ def variants_of(
     model: str, methods: Sequence[str], lengths: Sequence[int], tokens: int, *, text: str
 ) -> Iterator[list[Generation]]:
     """Yield one list of variants for each prompt length, with one variant per method."""
-    from mlx_lm import load
+    from ...lm.loading import load_text_model
 
-    from ...lm.loading import loading
-
-    blas.load(cache_directory())  # before the first dense run, because the sparse runs load it too
-    with loading(model):
-        loaded, tokenizer, *_ = load(model)
-    prompt = list(tokenizer.encode(text))
-    if max(lengths) > len(prompt):
-        raise ConfigError(
-            f"--lengths: expected prompts that are not longer than the text, got {max(lengths)} of {len(prompt)} "
-            "tokens. Give a longer --text."
-        )
+    loaded, tokenizer, _ = load_text_model(model, only_mlx_lm=True)
+    prompt = first_tokens(tokenizer, text, max(lengths))
     for S in lengths:
         yield [Answer(prompt[:S], method, loaded, tokenizer, tokens) for method in methods]
 
@@ -181,33 +176,22 @@ class Answer(Generation):
         return None  # `finish` compares the generated tokens with dense attention
 
     def run(self, turn: int) -> float:
-        import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
 
         from ...calibrate import Calibration
-        from ...lm.model import disable, enable
-        from ..comparison import decode, prefill
-
-        def ignore(tokens: int) -> None:
-            """Show no progress, because it would be timed."""
+        from ...lm.model import sparse
+        from ..comparison import decode
 
         model, method, details = self._model, self.row.method, self.row.details
-        calibration = Calibration(measures=True, chunk=PREFILL_CHUNK)
-        report = None if method == DENSE else enable(model, method, calibration=calibration)
-        try:
-            cache, start = make_prompt_cache(model), time.perf_counter()
-            mx.reset_peak_memory()
-            prefill(model, cache, self._prompt[:-1], math.inf, ignore, chunk=PREFILL_CHUNK)
-            took = time.perf_counter() - start
-            peak = mx.get_peak_memory()
-            found, _ = decode(model, self._tokenizer, cache, self._prompt[-1:], self._most, ignore)
-        finally:
-            disable(model)
-        details["peak_memory"] = max(details["peak_memory"], peak / 1e9, found.peak_memory / 1e9)
+        way: Any = nullcontext() if method == DENSE else sparse(model, method, calibration=Calibration(measures=True))
+        with way as report:
+            cache = make_prompt_cache(model)
+            found, _ = decode(model, self._tokenizer, cache, self._prompt, self._most, lambda tokens: None)
+        details["peak_memory"] = max(details["peak_memory"], found.peak_memory / 1e9)
         details["tokens"], self.tokens = len(found.tokens), found.tokens  # the same in every turn
         details["report"] = report and report.as_dict()
         self.remark = never_sparse(method, details["report"])
-        values = (took + found.first, (len(self._prompt) - 1) / took, found.tokens_per_second)
+        values = (found.first, len(self._prompt) / found.first, found.tokens_per_second)
         for name, value in zip(DIGITS, values, strict=True):
             self.measured[name].append(value)
         return found.tokens_per_second

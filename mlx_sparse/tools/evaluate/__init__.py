@@ -1,1 +1,1 @@
-"""Measure the quality of methods on a real model, for ``mlx-sparse eval`` and ``mlx-sparse report``."""
+"""Measure the quality of methods on a real model, for ``mlx-sparse eval``."""

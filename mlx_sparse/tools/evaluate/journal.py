@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -67,20 +66,6 @@ def _hints(kind: type) -> dict[str, object]:
     return get_type_hints(kind)
 
 
-def read_lines(content: bytes, read: Callable[[Any], T], path: Path, command: str, first: int = 1) -> list[T]:
-    """Parse each line of ``content`` as JSON, convert the line with ``read``, and return the results."""
-    found = []
-    for number, line in enumerate(content.splitlines(), first):
-        try:
-            found.append(read(json.loads(line)))
-        except DAMAGED:
-            raise ArtefactError(
-                f"{path}: expected the output of {command} of this version, got something else in line {number}. Move "
-                "the file away."
-            ) from None
-    return found
-
-
 class Journal(Generic[T]):
     """Store of named results in memory and optionally in a file of JSON lines.
 
@@ -122,12 +107,15 @@ class Journal(Generic[T]):
                 f"{path}: expected the results of an interrupted run of this command, got {found}. Move it away, or "
                 "choose another file."
             )
-
-        def read(line: Any) -> tuple[str, T]:
-            return from_json(str, line["name"]), from_json(kind, line["result"])
-
-        for name, result in read_lines(whole[len(header) :], read, path, f"mlx-sparse {command}", first=2):
-            self.results.setdefault(name, result)
+        for number, line in enumerate(whole[len(header) :].splitlines(), 2):
+            try:
+                record = json.loads(line)
+                self.results.setdefault(from_json(str, record["name"]), from_json(kind, record["result"]))
+            except DAMAGED:
+                raise ArtefactError(
+                    f"{path}: expected the output of mlx-sparse {command} of this version, got something else in line "
+                    f"{number}. Move the file away."
+                ) from None
         if len(whole) < len(content):
             with path.open("r+b") as file:
                 file.truncate(len(whole))

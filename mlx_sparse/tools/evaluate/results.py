@@ -1,4 +1,4 @@
-"""Define classes for results. There is a trial for each example, a row for each method and task, and run facts."""
+"""Define classes for results: a trial for each example, and a row for each method and task. Collect run facts."""
 
 from __future__ import annotations
 
@@ -191,46 +191,12 @@ def _depths(trials: Sequence[Trial], depths: Iterable[float | None]) -> dict[str
     return {f"{depth:.0%}": mean(found[depth]) for depth in sorted(found)}
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """Name, type, hash and sizes of the model. A list of KV heads or head dims means that the layers differ."""
+def run_facts(
+    command: str, name: str, model: nn.Module, texts: Sequence[tuple[Text, int]], **options: int
+) -> dict[str, object]:
+    """Collect the inputs and the machine of a run. Paths are as the user typed them.
 
-    name: str
-    type: str
-    hash: str
-    layers: int
-    query_heads: int | None
-    kv_heads: int | list[int]
-    head_dim: int | list[int]
-
-
-@dataclass(frozen=True)
-class TextFacts:
-    """Name, SHA-256 hash, number of bytes and number of tokens of a text."""
-
-    name: str
-    sha256: str
-    bytes: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Inputs and machine of a run. Paths are as the user typed them. Environment variables are not included."""
-
-    command: str
-    date: str
-    seed: int
-    prefill_step_size: int
-    batch: int
-    versions: dict[str, str | None]
-    machine: dict[str, str | int | None]
-    model: ModelFacts
-    texts: list[TextFacts]
-
-
-def run_facts(command: str, name: str, model: nn.Module, texts: Sequence[tuple[Text, int]], **options: int) -> Facts:
-    """Collect the inputs and the machine of a run.
+    Environment variables are not included. A list of KV heads or head dims means that the layers differ.
 
     Args:
         texts: pairs of a text and its number of tokens.
@@ -240,12 +206,23 @@ def run_facts(command: str, name: str, model: nn.Module, texts: Sequence[tuple[T
     kv_heads, head_dims = (sorted({shape[axis] for shape in shapes}) for axis in (0, 1))
     sizes = [each[0] if len(each) == 1 else each for each in (kv_heads, head_dims)]
     heads = config_of(model).get("num_attention_heads")
-    return Facts(
-        command=command,
-        date=date.today().isoformat(),
+    return {
+        "command": command,
+        "date": date.today().isoformat(),
         **options,
-        versions=environment.versions(),
-        machine=environment.hardware(),
-        model=ModelFacts(name, model_type(model), weights_hash(model), len(shapes), heads, *sizes),
-        texts=[TextFacts(text.name, text.sha256, len(text.text.encode()), tokens) for text, tokens in texts],
-    )
+        "versions": environment.versions(),
+        "machine": environment.hardware(),
+        "model": {
+            "name": name,
+            "type": model_type(model),
+            "hash": weights_hash(model),
+            "layers": len(shapes),
+            "query_heads": heads,
+            "kv_heads": sizes[0],
+            "head_dim": sizes[1],
+        },
+        "texts": [
+            {"name": text.name, "sha256": text.sha256, "bytes": len(text.text.encode()), "tokens": tokens}
+            for text, tokens in texts
+        ],
+    }

@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import ConfigError, Parser, check_int, did_you_mean, read_length
-from ...files import cache_directory, replace_file
+from ...files import cache_directory
 from ...lm.loading import refuse_unquantizable
 from ...lm.model import select_methods
 from ...methods import parse
 from ..assets.models import DEFAULT
+from ..formats import write
 from ..progress import Bar
 from ..terminal import fill
 from ..verdict import verdicts
-from . import report, table, texts
+from . import table, texts
 from .inputs import add_options, check_options, encode_texts, fingerprint, head_dim, load_model
 from .journal import Journal, as_json
-from .results import Facts, Row, Trial, run_facts
+from .results import Row, Trial, run_facts
 from .runner import Prefix, Prompt, Run, Steps, observed_by
 from .tasks import PASSAGES, RECALL, SHORTEST, TASKS, Passage, family
 from .variants import Variant, quantized_variants, read_budget, read_methods, variants_of
@@ -47,18 +48,13 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print("\n".join(json.dumps(as_json(row)) for row in rows))
     else:
-        print("\n\n".join([*map(str, table.all_tables(rows)), fill(*verdicts(rows))]))
+        print("\n\n".join([*map(str, table.tables(rows)), fill(*verdicts(rows))]))
     if args.out is not None:
-        _write(args.out, rows, evaluation.facts())
-        print(f"Wrote {args.out / report.PAGE}", file=sys.stderr)
+        facts = {"run": evaluation.facts()}
+        lines = [json.dumps(as_json(row) | facts, allow_nan=False) for row in rows]
+        write(args.out / "results.jsonl", "\n".join(lines))
+        print(f"Wrote {args.out / 'results.jsonl'}", file=sys.stderr)
     return 0
-
-
-def _write(folder: Path, rows: list[Row], facts: Facts) -> None:
-    run_of = {"run": as_json(facts)}
-    lines = [json.dumps(as_json(row) | run_of, allow_nan=False) for row in rows]
-    replace_file(folder / report.RESULTS, lambda new: new.write_text("\n".join(lines) + "\n", encoding="utf-8"))
-    report.write(folder, rows, facts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,8 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         metavar="DIR",
         type=Path,
-        help="folder for results.jsonl, report.html and all trials; the same command resumes from the trials after an "
-        "interruption",
+        help="folder for results.jsonl and all trials; the same command resumes from the trials after an interruption",
     )
     return parser
 
@@ -133,7 +128,6 @@ def _check(args: argparse.Namespace) -> None:
         check_int("--context", context, SHORTEST)
     check_options(args)
     if args.out is not None:
-        report.check()
         args.out.mkdir(parents=True, exist_ok=True)
 
 
@@ -214,7 +208,7 @@ class _Evaluation:
             given = self.model, self.tokenizer, plan.examples[batch], self.args.prefill_step_size
             yield plan, Steps(*given, prefix=prefix, observed=observed)
 
-    def facts(self) -> Facts:
+    def facts(self) -> dict[str, object]:
         args = self.args
         read = list(zip(self.texts, self.lengths, strict=True))
         options = {"seed": args.seed, "prefill_step_size": args.prefill_step_size, "batch": args.batch}

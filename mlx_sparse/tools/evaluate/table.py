@@ -1,10 +1,11 @@
-"""Format the results of an evaluation as tables for the terminal and the HTML report."""
+"""Format the results of an evaluation as tables for the terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
 
 from .. import terminal
@@ -17,48 +18,40 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of strings. ``kinds`` contains the value of `Row.served` for each row of the table."""
+    """A table of strings."""
 
     caption: str
     header: list[str]
     rows: list[list[str]]
-    kinds: list[str]
 
     def __str__(self) -> str:
         return f"{self.caption}\n\n{terminal.table(self.header, self.rows, keys=2)}"
 
 
-def all_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return the tables for all tasks in ``rows``."""
-    return [table for task in dict.fromkeys(row.task for row in rows) for table in tables(rows, task)]
-
-
-def tables(rows: Sequence[Row], task: str) -> list[Table]:
-    """Return at most two tables of ``task``.
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Return at most two tables of each task.
 
     The first table is for decode steps after the prompt. The second table is for tokens inside a sparse prompt. A table
     that has no rows is omitted.
     """
     found = []
-    for prefill, caption in ((False, "decode steps after the prompt"), (True, "tokens inside a sparse prompt")):
+    captions = {False: "decode steps after the prompt", True: "tokens inside a sparse prompt"}
+    for task, prefill in product(dict.fromkeys(row.task for row in rows), captions):
         chosen = [row for row in rows if row.task == task and row.prefill == prefill]
         if chosen:
             cells = list(map(_cells, chosen))
             columns = dict.fromkeys(name for row in sorted(cells, key=len, reverse=True) for name in row)
             header = [name for name in columns if any(row.get(name) for row in cells)]
-            lines = [[clean(row.get(name, ""), MAX_CELL) for name in header] for row in cells]
-            found.append(Table(f"{task}: {caption}", header, lines, [row.served for row in chosen]))
+            lines = [[_clean(row.get(name, "")) for name in header] for row in cells]
+            found.append(Table(f"{task}: {captions[prefill]}", header, lines))
     return found
 
 
-def clean(text: str, longest: int) -> str:
-    """Return ``text`` as one line, and replace unprintable characters.
-
-    If ``text`` has more than ``longest`` characters, replace the middle of ``text`` with an ellipsis.
-    """
+def _clean(text: str) -> str:
+    """Return ``text`` as one line without unprintable characters. Replace the middle of a long text by an ellipsis."""
     line = "".join(letter if letter.isprintable() else REPLACEMENT for letter in text)
-    half = (longest - 1) // 2
-    return line if len(line) <= longest else f"{line[:half]}…{line[-half:]}"
+    half = (MAX_CELL - 1) // 2
+    return line if len(line) <= MAX_CELL else f"{line[:half]}…{line[-half:]}"
 
 
 def plus_minus(value: float, error: float, digits: int, *, signed: bool = False) -> str:

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -48,23 +48,43 @@ RANGES = (16 << 10, 48 << 10, 80 << 10, 112 << 10, math.inf)  # upper limits of 
 
 @dataclass(frozen=True)
 class Search:
-    """A search for the best settings. ``journal`` stores the trials. ``grids`` has the settings of each method."""
+    """A search for the best settings.
+
+    Attributes:
+        grids: settings of each method.
+        journal: stores the trials.
+        step: number of tokens of a prefill chunk.
+        min_accuracy: accuracy of dense attention below which the search fails.
+    """
 
     model: nn.Module
     tokenizer: Tokenizer
     tokens: list[int]
-    journal: Journal[Trial]
-    args: argparse.Namespace
     grids: Sequence[Sequence[Prefill]]
+    journal: Journal[Trial] = field(default_factory=lambda: Journal(None, "", "", Trial))
+    examples: int = 2
+    seed: int = 0
+    step: int = 2048
+    min_accuracy: float = 0.0
+
+    def run(self, ranges: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tuned]:
+        """Run every setting in every range, which is an upper limit and the lengths in the range."""
+        runs = sum(len(of) for _, of in ranges) * len(RETRIEVAL) * self.examples * (1 + sum(map(len, self.grids)))
+        found = []
+        with Bar("", runs, "prompts") as progress:
+            for up_to, lengths in ranges:
+                progress.stage(f"prefill below {up_to:,} keys")
+                found += self.tune(up_to, lengths, progress)
+        return found
 
     def tune(self, up_to: int, lengths: tuple[int, ...], progress: Bar) -> list[Tuned]:
         """Run every setting at ``lengths``, and select two settings of each method."""
         dense = self._measure(None, lengths, progress)
-        if dense.accuracy < self.args.min_accuracy:
+        if dense.accuracy < self.min_accuracy:
             raise ConfigError(
                 f"--lengths: expected lengths at which dense attention solves the tasks, got an accuracy of "
                 f"{dense.accuracy:.2f} at {', '.join(f'{length:,}' for length in lengths)} tokens. "
-                f"Leave that length out, or lower --min-accuracy (now {self.args.min_accuracy:g})."
+                f"Leave that length out, or lower --min-accuracy (now {self.min_accuracy:g})."
             )
         found = []
         for grid in self.grids:
@@ -75,7 +95,7 @@ class Search:
     def _measure(self, config: Prefill | None, lengths: tuple[int, ...], progress: Bar) -> Measured:
         trials: list[tuple[str, int, Trial]] = []
         for length, (task, make) in itertools.product(lengths, RETRIEVAL.items()):
-            options = {"context": length, "limit": self.args.examples, "seed": self.args.seed}
+            options = {"context": length, "limit": self.examples, "seed": self.seed}
             for i, passage in enumerate(make(self.tokens, self.tokenizer, **options)):
                 name = f"{task}/{length}/{i}/{config or 'dense'}"
                 if name not in self.journal.results:
@@ -95,10 +115,10 @@ class Search:
         density, sampled = 1.0, 0.0
         if config is None:
             with native_dense(self.model):
-                logits, seconds = passage_logits(self.model, passage, self.args.prefill_step_size)
+                logits, seconds = passage_logits(self.model, passage, self.step)
         else:
             with sparse(self.model, config) as report:
-                logits, seconds = passage_logits(self.model, passage, self.args.prefill_step_size)
+                logits, seconds = passage_logits(self.model, passage, self.step)
             if report.prefill is not None and report.prefill.calls:
                 density = mean(mean(heads) for heads in report.prefill.density.values())
                 sampled = report.prefill.sampled
@@ -226,14 +246,7 @@ def _tune(args: argparse.Namespace, settings: Sequence[Sequence[Prefill]], state
     ranges = group_by_range(lengths, context or max(lengths))
     options = (args.examples, args.seed, args.prefill_step_size)
     journal = Journal(state, "tune", fingerprint(model, tokens, *options), Trial)
-    search = Search(model, tokenizer, tokens, journal, args, settings)
-    runs = sum(len(of) for _, of in ranges) * len(RETRIEVAL) * args.examples * (1 + sum(map(len, settings)))
-    with Bar("", runs, "prompts") as progress:
-        found = []
-        for up_to, lengths in ranges:
-            progress.stage(f"below {up_to:,} keys")
-            found += search.tune(up_to, lengths, progress)
-    return found
+    return Search(model, tokenizer, tokens, settings, journal, *options, args.min_accuracy).run(ranges)
 
 
 def _lengths(wanted: Sequence[int] | None, bounds: dict[str, int]) -> Sequence[int]:

@@ -13,8 +13,7 @@ from .. import terminal
 from ..evaluate.tasks import PASSAGES, Maker, Passage
 
 FIRST_LINE = "# Written by mlx-sparse tune"
-NOT_LOSSLESS = "no setting keeps the accuracy of dense attention; accuracy first is the most accurate setting."
-SPEED_FIRST_SHARE = 0.9  # share of dense attention's accuracy that the speed-first setting keeps
+GOALS = {"accuracy": 1.0, "speed": 0.9}  # share of dense attention's accuracy that the preferred settings keep
 
 RETRIEVAL: Mapping[str, Maker[Passage]] = {task: PASSAGES[task] for task in ("needle", "copying")}
 
@@ -89,28 +88,19 @@ class Tuned:
     def preferred(self, prefer: str) -> Measured:
         return self.accuracy_first if prefer == "accuracy" else self.speed_first
 
-    @property
-    def lossless(self) -> bool:
-        return self.accuracy_first.accuracy >= self.dense.accuracy
-
 
 def select(dense: Measured, measured: Sequence[Measured]) -> tuple[Measured, Measured]:
     """Return the accuracy-first and the speed-first setting.
 
-    The accuracy-first setting has the least work of all settings that are as accurate as dense attention. If no
-    setting is that accurate, the most accurate setting is selected. The speed-first setting has the least work of all
-    settings that keep `SPEED_FIRST_SHARE` of dense attention's accuracy. If no setting keeps that share, both settings
-    are the same. Settings are ranked by work, because times are reproducible only on an idle machine.
+    Each has the least work of all settings that reach its goal (`GOALS`). If no setting reaches the goal, the most
+    accurate setting is selected. Settings are ranked by work, because times are reproducible only on an idle machine.
     """
-
-    def cheapest(candidates: Sequence[Measured]) -> Measured:
-        return min(candidates, key=lambda found: found.work)  # of equal settings, the first
-
-    lossless = [found for found in measured if found.accuracy >= dense.accuracy]
-    best = max(found.accuracy for found in measured)
-    accurate = cheapest(lossless or [found for found in measured if found.accuracy == best])
-    enough = [found for found in measured if found.accuracy >= SPEED_FIRST_SHARE * dense.accuracy]
-    return accurate, cheapest(enough) if enough else accurate
+    most = max(found.accuracy for found in measured)
+    accurate, fast = (
+        min((row for row in measured if row.accuracy >= min(goal * dense.accuracy, most)), key=lambda row: row.work)
+        for goal in GOALS.values()
+    )
+    return accurate, fast
 
 
 def by_method(tuned: Sequence[Tuned]) -> dict[str, list[Tuned]]:
@@ -121,19 +111,32 @@ def by_method(tuned: Sequence[Tuned]) -> dict[str, list[Tuned]]:
     return found
 
 
+def best(tuned: Sequence[Tuned], prefer: str, goal: float) -> list[Tuned]:
+    """Return the results of the method that needs the least work and is faster than dense attention.
+
+    The list is empty if no method is faster and keeps the share ``goal`` of dense attention's accuracy at every length.
+    """
+
+    def work(ranges: list[Tuned]) -> float:
+        return mean(one.preferred(prefer).work for one in ranges)
+
+    passing = [
+        ranges
+        for ranges in by_method(tuned).values()
+        if all(one.preferred(prefer).accuracy >= goal * one.dense.accuracy for one in ranges)
+        and work(ranges) < 1  # if no call was sparse, any difference in time is noise
+        and mean(one.preferred(prefer).seconds - one.dense.seconds for one in ranges) < 0
+    ]
+    return min(passing, key=work, default=[])
+
+
 def recommendation(tuned: Sequence[Tuned], prefer: str) -> str:
-    """Return a sentence that recommends the method whose preferred settings need the least work, or dense attention."""
-    share = 1.0 if prefer == "accuracy" else SPEED_FIRST_SHARE
-    goal = f"{share:.0%} of the accuracy of dense attention"
-    work = {
-        name: mean(one.preferred(prefer).work for one in ranges)
-        for name, ranges in by_method(tuned).items()
-        if all(one.preferred(prefer).accuracy >= share * one.dense.accuracy for one in ranges)
-    }
-    if not work:
-        return f"Keep prefill dense: no method keeps {goal} at every length."
-    best = min(work, key=lambda name: work[name])
-    return f"Use --attn {best} with this file: it keeps {goal}, with {work[best]:.0%} of the work."
+    """Return a sentence that recommends a method or dense attention."""
+    goal = f"{GOALS[prefer]:.0%} of the accuracy of dense attention"
+    if not (ranges := best(tuned, prefer, GOALS[prefer])):
+        return f"Keep prefill dense: no method is faster and keeps {goal} at every length."
+    work = mean(one.preferred(prefer).work for one in ranges)
+    return f"Use --attn {ranges[0].method} with this file: it keeps {goal}, with {work:.0%} of the work."
 
 
 def toml(tuned: Sequence[Tuned], prefer: str, model: str) -> str:
@@ -149,15 +152,11 @@ def toml(tuned: Sequence[Tuned], prefer: str, model: str) -> str:
         lines += [f"block_size = {configs[0].block_size}"] if name == "sample" else []
         lines += [f"share = {max(config.share for config in configs)}"] if name == "gather" else []
         for found, config in zip(ranges, configs, strict=True):
-            other_name = "speed" if prefer == "accuracy" else "accuracy"
-            other = found.preferred(other_name)
             lines += [
                 "",
                 f"# Tuned at {', '.join(f'{length:,}' for length in found.lengths)} keys.",
-                f"# dense: {_summary(found.dense)}",
-                f"# this: {_summary(found.preferred(prefer))}",
-                f"# {other_name} first: {_summary(other)} with {setting(other)}",
-                *([] if found.lossless else [f"# Here {NOT_LOSSLESS}"]),
+                f"# dense: {summary(found.dense)}",
+                f"# this: {summary(found.preferred(prefer))}",
             ]
             if name == "sample":
                 values = {key: getattr(config, key) for key in ("alpha_column", "alpha_slash", "chunks")}
@@ -166,7 +165,8 @@ def toml(tuned: Sequence[Tuned], prefer: str, model: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _summary(row: Measured) -> str:
+def summary(row: Measured) -> str:
+    """Return the accuracy, the shares and the time as text."""
     shares = f"accuracy {row.accuracy:.3f}, density {row.density:.3f}, sampled {row.sampled:.3f}"
     return f"{shares}, {row.seconds:.2f} s per prompt"
 
@@ -192,8 +192,8 @@ def table(tuned: Sequence[Tuned], prefer: str) -> str:
     header = ["below", "setting", *RETRIEVAL, "density", "sampled", "work", "s", ""]
     lines = [
         "work = density + sampled / 2: multiply-adds relative to dense attention. Settings are ranked by work.",
-        f"a: accuracy first. s: speed first, at least {SPEED_FIRST_SHARE:.0%} of dense attention's accuracy.",
-        *(f"{one.method}, below {one.up_to:,} keys: {NOT_LOSSLESS}" for one in tuned if not one.lossless),
+        "a: accuracy first; if no setting keeps the accuracy of dense attention, the most accurate setting.",
+        f"s: speed first, at least {GOALS['speed']:.0%} of dense attention's accuracy.",
         recommendation(tuned, prefer),
     ]
     return f"{terminal.table(header, rows, 2)}\n\n{terminal.fill(*lines)}"
@@ -202,7 +202,7 @@ def table(tuned: Sequence[Tuned], prefer: str) -> str:
 def as_dict(tuned: Sequence[Tuned], prefer: str, model: str) -> dict[str, object]:
     """Return all measurements, the selected settings and the recommendation as a dict for JSON."""
     ranges = [
-        {name: getattr(found, name) for name in ("method", "up_to", "lengths", "lossless")}
+        {name: getattr(found, name) for name in ("method", "up_to", "lengths")}
         | {name: getattr(found, name).as_dict() for name in ("dense", "accuracy_first", "speed_first")}
         | {"measured": [row.as_dict() for row in found.measured]}
         for found in tuned

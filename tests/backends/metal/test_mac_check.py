@@ -58,8 +58,8 @@ def check(mac: Path, *, message: str, fails: bool) -> tuple[subprocess.Completed
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(TESTS.format(message=message, fails=fails))
     path = f"{mac / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    done = run("bash", mac / "scripts" / "mac_check.sh", "-o", mac / "result.json", cwd=mac, PATH=path, **OWN)
-    return done, json.loads((mac / "result.json").read_text())
+    done = run("bash", mac / "scripts" / "mac_check.sh", "-o", mac / "result.jsonl", cwd=mac, PATH=path, **OWN)
+    return done, json.loads((mac / "result.jsonl").read_text().splitlines()[0])
 
 
 def test_report_names_the_machine_and_tests(mac: Path) -> None:
@@ -70,7 +70,10 @@ def test_report_names_the_machine_and_tests(mac: Path) -> None:
         assert (found["tests"][name]["tests"], found["tests"][name]["failed"]) == (8, [])
     assert found["validation"] == []
     # The real benchmark fails because there is no Metal GPU.
-    assert found["problems"] == ["the benchmark did not finish", "the prefill benchmark did not finish"]
+    assert found["problems"] == [
+        "the benchmark of decode steps did not finish",
+        "the benchmark of prefill did not finish",
+    ]
     assert done.returncode == 1
     assert "expected one that has sparq here, got metal (MLX finds no Metal GPU on this machine)" in done.stderr
     assert "expected one that has sample here, got metal" in done.stderr
@@ -96,8 +99,8 @@ def test_failures_and_validation_messages_are_reported(mac: Path) -> None:
     ]
 
 
-RUN = {"tests": 9, "skipped": 0, "failed": []}
-BAD = {"tests": 9, "skipped": 0, "failed": [{"test": "a", "message": "b"}]}
+RUN = {"tests": 9, "skipped": 0, "failed": [], "status": 0}
+BAD = {**RUN, "failed": [{"test": "a", "message": "b"}]}
 
 
 @pytest.mark.parametrize(
@@ -105,15 +108,15 @@ BAD = {"tests": 9, "skipped": 0, "failed": [{"test": "a", "message": "b"}]}
     [
         ({"tests": {"validated": RUN, "plain": RUN}, "problems": ["the benchmark did not finish"]}, []),
         ({"tests": {"validated": BAD, "plain": RUN}}, ["1 of 9 tests (validated) failed"]),
-        ({"tests": {"validated": RUN, "plain": None}}, ["tests (plain) did not finish"]),
+        ({"tests": {"validated": RUN, "plain": None}}, ["the tests (plain) did not finish"]),
         ({"tests": {"validated": RUN, "plain": {**RUN, "skipped": 9}}}, ["no test (plain) ran"]),
-        ({}, ["tests (validated) did not finish", "tests (plain) did not finish"]),
+        ({}, ["the tests (validated) did not finish", "the tests (plain) did not finish"]),
     ],
 )
 def test_passed_command_checks_the_tests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], found: dict, problems: list[str]
 ) -> None:
-    report = tmp_path / "mac_check.json"
+    report = tmp_path / "mac_check.jsonl"
     if found:  # a killed script leaves no report
         report.write_text(json.dumps(found))
     assert check_report.main(["passed", str(report)]) == bool(problems)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow  # counts bytes
 
 
 def test_sparq_reads_the_selected_components_and_rows_once(capsys: pytest.CaptureFixture[str]) -> None:
-    traffic.main(["--json", "sparq"])
+    traffic.main(["sparq"])
     row = json.loads(capsys.readouterr().out)
     heads, rank, top_k = traffic.KV_HEADS, 32, 128
     assert row["bytes"]["keys_t"] == heads * rank * traffic.KEYS * traffic.ITEM

@@ -90,8 +90,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.write(tmp_path_factory.mktemp("models") / "llama", max_position_embeddings=512)
 
 
-def generated(capsys: Any, model: Path, attn: str, code: int = 0) -> list[dict[str, Any]]:
-    options = ["--model", str(model), "--attn", attn, "--lengths", "40,300", "--max-tokens", "3"]
+def generated(capsys: Any, model: Path, attn: str, *more: str, code: int = 0) -> list[dict[str, Any]]:
+    options = ["--model", str(model), "--attn", attn, "--lengths", "40,300", "--max-tokens", "3", *more]
     return rows_of(capsys, "generate", *options, code=code)
 
 
@@ -112,6 +112,17 @@ def test_exported_models_decode_at_every_length(method: str, model: Path, tmp_pa
         assert row["method"] != "dense" or row["generation_ratio"] == 1
         early = row["S"] == 40 and "dense_below=64" in row["method"]
         assert row["note"] == ("decode steps are dense below 64 keys" if early else None)
+        assert "time_to_first_token" not in row
+
+
+def test_prefill_of_exported_models_is_timed(model: Path, tmp_path: Path, capsys: Any) -> None:
+    need_native()
+    text = tmp_path / "text"
+    text.write_text(tiny_models.words(tiny_models.prompt_of(300)))
+    rows = generated(capsys, model, f"sample+{SPARQ}", "--text", str(text))
+    assert [row["S"] for row in rows] == [40] * 4 + [300] * 4
+    assert all(row["time_to_first_token"] > 0 < row["time_to_first_token_ratio"] for row in rows)
+    assert all(row["turns"] == 2 and row["generation"] > 0 for row in rows)
 
 
 def test_models_with_differing_backends_are_not_timed(model: Path, monkeypatch: Any, capsys: Any) -> None:

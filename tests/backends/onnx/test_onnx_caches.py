@@ -103,6 +103,23 @@ def test_states_are_computed_from_all_keys_once_steps_are_sparse(runtime: str, e
     assert_is_sparq(got["output"], case, params, q, k, v)
 
 
+@by_runtime
+def test_a_row_writes_only_its_own_states_and_begins_with_empty_statistics(runtime: str) -> None:
+    case = Case(2, 4, 2, 100, 64, "f32")
+    q, k, v = case.inputs()
+    attend = Operator(
+        runtime, "SparQAttention", "f32", lanes=1, dense_below=0, **attributes(parameters(case, "robust"))
+    )
+    caches = {**filled_caches(case, k, v, 99, case.S), "past_length": np.array([99, 0])}
+    caches["past_key_t"][1], caches["past_sums"][1] = 7, np.nan  # of an earlier sequence
+    new = {"key": k[:, :, 99:], "value": v[:, :, 99:], "left_padding": padding(case)}
+    got = attend(query=q, **new, **caches)
+    np.testing.assert_array_equal(got["present_key_t"][1, :, 0], k[1, :, 99])
+    assert (got["present_key_t"][1, :, 1:] == 7).all()
+    sums = np.stack([v[1, :, 99], k[1, :, 99], np.zeros((2, 64))], axis=1)
+    np.testing.assert_allclose(got["present_sums"][1], sums, rtol=1e-6)
+
+
 @pytest.mark.parametrize("lanes", [1, 64, 192, 384])
 @by_runtime
 def test_component_major_keys_have_the_documented_layout(runtime: str, lanes: int) -> None:

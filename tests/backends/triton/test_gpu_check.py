@@ -74,7 +74,7 @@ def test_report_names_the_machine_and_tests(tmp_path: Path) -> None:
     done, lines, markdown = check(machine(tmp_path))
     found = lines[0]
     assert {"gpu": "NVIDIA H200", "driver": "580.159.04"}.items() <= found["machine"].items()
-    assert (found["tests"]["tests"], found["tests"]["failed"]) == (len(TESTS), [])
+    assert (found["tests"]["tests"]["tests"], found["tests"]["tests"]["failed"]) == (len(TESTS), [])
     # The real benchmark fails because there is no GPU.
     assert "expected an NVIDIA GPU with torch and triton, got none" in done.stderr
     assert found["problems"] == UNFINISHED
@@ -130,7 +130,7 @@ def test_benchmark_rows_decide_the_result(rows: list[dict[str, Any]], problems: 
 def test_interrupted_tests_are_reported(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text('<testsuites><testsuite tests="2" skipped="1" time="3.5"/></testsuites>')
     (tmp_path / "tests_status.txt").write_text("status: 124\n")
-    for name in check_report.GPU:
+    for name in check_report.BENCHMARKS["gpu"]:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROW, END)))
     assert check_report.main(["gpu", str(tmp_path), str(tmp_path / "result.jsonl")]) == 1
     found = json.loads((tmp_path / "result.jsonl").read_text().splitlines()[0])

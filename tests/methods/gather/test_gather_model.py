@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from lm_prompts import LAYERS, SPARQ, PrefillCall, batch, generated, last_logits, process
+from lm_prompts import LAYERS, SPARQ, PrefillCall, batch, generated, last_logits, process, prompt_logits
 from mlx_lm import batch_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import build, prompt_of
@@ -62,6 +62,18 @@ def test_sinks_scales_and_sliding_windows_of_models(family: str, prefill_calls: 
     assert len(prefill_calls) == 3 * report.served_layers
     assert (prefill_calls[0].options["sinks"] is not None) == (family == "gpt_oss")
     assert set(report.dense_layers) == (set() if family == "qwen3" else {"with a sliding window (RotatingKVCache)"})
+
+
+def test_sinks_with_all_the_mass_make_sparse_and_dense_attention_equal(prefill_calls: list[PrefillCall]) -> None:
+    model = build("gpt_oss")
+    for layer in model.layers:
+        layer.self_attn.sinks = mx.full(layer.self_attn.sinks.shape, 1e3)
+    dense = prompt_logits(model, prompt_of(300), 128)
+    with mlx_sparse.sparse(model, GATHER):
+        found = prompt_logits(model, prompt_of(300), 128)
+        mx.eval(found)
+    assert prefill_calls
+    np.testing.assert_allclose(found, dense, atol=1e-5)
 
 
 @pytest.mark.parametrize("attn", ["gather:share=1,dense_below=0", "gather:exact_tail=300,dense_below=0"])

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from tiny_caches import D, H, Rows, attend, single
 from tiny_models import BACKEND, build, prompt_of
 
@@ -42,3 +43,15 @@ def test_a_model_follows_the_context_while_it_generates() -> None:
     sizes: dict[str, Any] = {"itemsize": 4, "row_bytes": 64, "G": 2, "backend": BACKEND}
     expected = 2 * 2 * sum(config.step_bytes(S, 16, **sizes) for S in steps)
     assert report.modeled_bytes == pytest.approx(expected, rel=1e-5), "each step is rounded to bytes"
+
+
+def test_a_step_after_a_trim_attends_to_as_many_keys_as_in_a_new_cache() -> None:
+    model, tokens = build(), mx.array(prompt_of(4200))[None]
+    with mlx_sparse.sparse(model, "sparq:rank=4,dense_below=0"):
+        new, trimmed = make_prompt_cache(model), make_prompt_cache(model)
+        for cache, S in ((new, 3000), (trimmed, 4150)):
+            model(tokens[:, :S], cache=cache)
+        model(tokens[:, 4150:4151], cache=trimmed)
+        trim_prompt_cache(trimmed, 1151)
+        logits = [model(tokens[:, 3000:3001], cache=cache) for cache in (new, trimmed)]
+    np.testing.assert_allclose(*map(np.array, logits), rtol=0, atol=1e-4)
