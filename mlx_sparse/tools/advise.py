@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..calibrate import Calibration
@@ -20,7 +21,7 @@ from ..checks import ConfigError, Parser, check_int, read_length
 from ..core.base import Method, Prefill
 from ..lm.loading import unfit_warning
 from ..lm.model import plan_of, sparse
-from ..methods import parse
+from ..methods import SparQ, parse
 from ..model_info import config_of, model_type
 from . import environment
 from .assets.models import DEFAULT
@@ -34,7 +35,7 @@ from .evaluate.tasks import SHORTEST, TASKS
 from .evaluate.variants import read_budget, read_methods
 from .formats import check_own, write_toml
 from .progress import STDERR, stage
-from .quality import ORACLE, Attempt, Quality, measure
+from .quality import ORACLE, Attempt, Captured, Quality, captured_shares, measure
 from .terminal import fill, table
 from .tune import Search
 from .tune.results import Measured, Tuned, best, summary
@@ -47,8 +48,8 @@ METHODS, BUDGETS = "sparq,streaming,h2o", "1/2,1/4,1/8"
 CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition to --context
 FIRST_LINE = "# Written by mlx-sparse advise"
 MIN_COPIED = 0.5  # smallest copying accuracy of dense attention that allows a comparison
+LATENT_KEYS = 2048  # smallest recommended `top_k` for latents, of which all query heads attend to the same
 MIN_KEPT = 0.99  # share of dense attention's accuracy that a prefill method keeps
-MIN_SPEEDUP = 1.1  # smallest speed-up that is worthwhile
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Page:
     Attributes:
         made_for: maximum context length in the model's config, or None.
         text: description of the examples on which quality was measured.
+        captured: captured share of each layer with MLA, on the first example.
         crossover: crossover length of the recommended method in keys, measured on this machine.
         tuned: results of the prefill methods.
     """
@@ -91,6 +93,7 @@ class Page:
     refused: list[str]
     text: str = ""
     quality: Quality | None = None
+    captured: Sequence[Captured] = ()
     crossover: int = 0
     tuned: Sequence[Tuned] = ()
 
@@ -125,8 +128,7 @@ class Page:
         lines.append(f"`{quality.best.variant.attn}` is the cheapest method that passes.")
         served = next(one.served for one in self.candidates if one.served[0].config.name == chosen.name)
         bound = self.traffic.bound(self.context, [dataclasses.replace(one, config=chosen) for one in served])
-        worth = "" if bound >= MIN_SPEEDUP else "The gain is small: "
-        lines.append(f"{worth}at {self.context:,} tokens, a decode step is at most {bound:.2f} x faster, by bytes.")
+        lines.append(f"At {self.context:,} tokens, a decode step is at most {bound:.2f} x faster, by bytes.")
         attn = "+".join(map(str, self.recommended))
         shorter = f"--context is {self.context:,}" if self.context < self.crossover else ""
         return lines + verdict(self.model, attn, crossover=self.crossover, shorter=shorter)
@@ -191,6 +193,10 @@ class Page:
         accuracy = f"The copying accuracy of dense attention is {quality.dense[0].mean.accuracy:.2f}."
         bound = f"{ORACLE} selects the best keys and is only a bound. Budgets below a failing budget are skipped."
         notes = fill(f"A method passes with {LIMITS}.", bound, accuracy, *quality.left_out)
+        if self.captured:
+            (least, layer, rank), middle = min(self.captured), median(one.share for one in self.captured)
+            share = f"Captured share of {rank} components: least {least:.2f}, in layer {layer}; median {middle:.2f}."
+            notes = f"{share}\n{notes}"
         return "\n\n".join([fill(f"Quality: {self.text}."), table(header, rows, 2), notes])
 
     def as_dict(self) -> dict[str, object]:
@@ -206,6 +212,7 @@ class Page:
         ]
         if (quality := self.quality) is not None:
             found["text"], found["dense"] = self.text, [as_json(row) for row in quality.dense]
+            found["captured"] = [one._asdict() for one in self.captured]
             found["attempts"] = [
                 {"attn": one.variant.attn, "budget": one.variant.budget, "share": one.share, "passes": one.passes}
                 | {"rows": [as_json(row) for row in one.rows]}
@@ -220,7 +227,8 @@ def for_everyday_use(best: Attempt) -> Method:
 
     An attempt runs on short prompts, so its method selects few keys and sets ``dense_below`` to 0. The returned method
     has the ``dense_below`` that the user requested, or its default. If the settings of ``best`` are only for
-    experiments on short texts, the returned method also has the default budget setting.
+    experiments on short texts, the returned method also has the default budget setting. For latents, it has at least
+    `LATENT_KEYS` keys, if the user requested no number.
     """
     config = best.variant.stages[1]
     assert config is not None
@@ -229,7 +237,9 @@ def for_everyday_use(best: Attempt) -> Method:
         return config
     changes: dict[str, object] = {"dense_below": requested.dense_below}
     config = dataclasses.replace(config, **changes)
-    if config.experiment:
+    if config.scores_latents and getattr(requested, "top_k", 0) == "auto":
+        changes = {config.budget_setting: max(LATENT_KEYS, config.attended)}
+    elif config.experiment:
         changes = {config.budget_setting: getattr(type(config), config.budget_setting)}
     return dataclasses.replace(config, **changes)
 
@@ -316,7 +326,7 @@ def _page(args: argparse.Namespace) -> Page:
     model, tokenizer, _ = load_model(args.model, args.cache_dir, args.accept_license)
     machine, longest = environment.hardware(), config_of(model).get("max_position_embeddings")
     traffic = traffic_of(model)
-    if any(cache.kind == LATENT for cache in traffic.caches):
+    if latents := [index for index, cache in enumerate(traffic.caches) if cache.kind == LATENT]:
         args.methods = [_for_latents(method) for method in args.methods]
     candidates, refused = _candidates(model, args.methods)
     tested, unable = _candidates(model, args.prefill)
@@ -333,7 +343,14 @@ def _page(args: argparse.Namespace) -> Page:
     )
     if args.no_quality or not candidates:
         return found
-    tokens = read_tokens(tokenizer, args.text, args.cache_dir)
+    return _measured(found, args, model, tokenizer, [parse(one.method)[0] for one in tested], latents)
+
+
+def _measured(
+    found: Page, args: argparse.Namespace, model: nn.Module, tokenizer: Any, prefills: list[Any], latents: list[int]
+) -> Page:
+    """Return ``found`` with the quality of its candidates and ``prefills``. ``latents`` are the layers with MLA."""
+    tokens, candidates = read_tokens(tokenizer, args.text, args.cache_dir), found.candidates
     about = {"context": args.passage, "limit": args.limit, "seed": args.seed}
     examples = {
         task: [
@@ -347,13 +364,15 @@ def _page(args: argparse.Namespace) -> Page:
         f"{args.limit} examples of copying and {args.limit} of plain text, of {names}; dense prompts of "
         f"{args.passage:,} tokens, then {STEPS} decode steps each, seed {args.seed}. Longer contexts were not measured"
     )
-    quality = measure(model, tokenizer, examples, methods, args.budget, context=args.passage, D=D)
     length = min(args.context, found.made_for or args.context)
-    prefills: list[Any] = [parse(one.method)[0] for one in tested]
     grids = [list(settings) for _, settings in groupby(prefills, key=lambda config: config.name)]
     search = Search(model, tokenizer, tokens, grids, examples=args.limit, seed=args.seed)
-    tuned = search.run([(length + 1, (length,))]) if grids else []
-    found = dataclasses.replace(found, text=text, quality=quality, tuned=tuned)
+    tuned = search.run([(length + 1, (length,))]) if grids else []  # first: a text may be too short
+    quality = measure(model, tokenizer, examples, methods, args.budget, context=args.passage, D=D)
+    configs = [one.config for each in candidates for one in each.served]
+    ranks = [config.rank for config in configs if isinstance(config, SparQ) and config.scores_latents]
+    captured = captured_shares(model, examples[COPY][0].prompt, latents, ranks[0]) if ranks else ()
+    found = dataclasses.replace(found, text=text, quality=quality, captured=captured, tuned=tuned)
     if (chosen := found.chosen) is None:
         return found
     with stage(STDERR, f"finding the crossover length of {chosen}"):

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import mlx.core as mx
 
 from ..checks import ConfigError
+from ..lm.model import absorbed_attention
+from ..methods.sparq.low_rank import components, query_covariance
+from ..model_info import leaves, new_caches
 from .evaluate.journal import Journal
 from .evaluate.results import Row, Trial
-from .evaluate.runner import DENSE_STEP, Run, Steps, observed_by
+from .evaluate.runner import DENSE_STEP, Run, Steps, dense_prefill, observed_by
 from .evaluate.tasks import Example
 from .evaluate.variants import Variant, variants_of
 from .progress import Bar
@@ -110,3 +115,21 @@ def measure(
             before.append(Attempt(variant, variant.formula(context, D), rows))
     oracle = found.pop(ORACLE)
     return Quality(dense, oracle, [one for some in found.values() for one in some], left_out)
+
+
+class Captured(NamedTuple):
+    """Share that the first ``rank`` components of a projection capture in one layer with MLA (low_rank.5)."""
+
+    share: float
+    layer: int
+    rank: int
+
+
+def captured_shares(model: nn.Module, prompt: Sequence[int], layers: Sequence[int], rank: int) -> list[Captured]:
+    """Prefill ``prompt``, and fit the projection of each of ``layers``, the indices of the caches with latents."""
+    caches = leaves(dense_prefill(model, mx.array([prompt]), new_caches(model), None))
+    found = []
+    for layer, attention in zip(layers, absorbed_attention(model), strict=False):  # draft modules have no cache
+        shares = components(query_covariance(attention), caches[layer].state[0])[2]
+        found.append(Captured(float(shares[..., rank - 1].min()), layer, rank))
+    return found

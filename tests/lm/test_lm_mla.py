@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import commands
 import family_models
 import mlx.core as mx
 import pytest
@@ -22,8 +24,9 @@ from mlx_sparse.core import reasons
 from mlx_sparse.core.base import Step
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of
-from mlx_sparse.methods import SparQ
+from mlx_sparse.methods import SparQ, parse
 from mlx_sparse.tools import advise
+from mlx_sparse.tools.quality import captured_shares
 
 FAMILIES = {  # number of layers with MLA of the tiny models
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_vl", "mistral4"), 4),
@@ -148,15 +151,11 @@ def test_a_padded_batch_gives_the_texts_of_dense_attention() -> None:
     assert report.dense_calls[reasons.SHORT_SEQUENCES] > 0
 
 
-def test_dense_attention_and_calibration_take_latents(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_dense_attention_and_calibration_take_latents() -> None:
     model = family_models.build("deepseek_v3")
     dense = logits(model)
     with mlx_sparse.sparse(model, "dense", backend="cpu"):
         assert mx.array_equal(logits(model), dense)
-    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 2}
-    folder = write(tmp_path / "model", "deepseek_v3", **experts)
-    assert advise.main([str(folder), "--no-quality", "--methods", "sparq:rank=4", "--context", "2k"]) == 0
-    assert f"`sparq:rank=4,{ON}` serves 2 of 2" in capsys.readouterr().out
     step = Step(1, 4, 32, 4, "cpu", latent=True)
     for backend in ("ops", "cpu"):
         pairs = time_steps(
@@ -164,6 +163,38 @@ def test_dense_attention_and_calibration_take_latents(capsys: pytest.CaptureFixt
         )
         assert len(pairs) >= 5
     assert Layer("cpu", step, mx.float32).row == 32 * 4
+
+
+def test_advise_prints_the_captured_share_and_recommends_top_k(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 2}
+    folder, text = write(tmp_path / "model", "deepseek_v3", kv_lora_rank=96, **experts), tmp_path / "text.txt"
+    text.write_text(commands.text(6000))
+    few = ["--passage=512", "--limit=1", "--budget=1/2", "--methods=sparq", "--context=4k"]
+    assert advise.main([str(folder), "--text", str(text), *few, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["methods"][0]["method"] == f"sparq:{ON}" and found["methods"][0]["served"] == 2
+    assert [(one["layer"], one["rank"]) for one in found["captured"]] == [(0, 32), (1, 32)]
+    (tried,) = parse(found["attempts"][-1]["attn"])
+    assert tried.rank == 32 and 128 < tried.top_k < 256, "the budget determines only the keys"
+    assert found["attn"] == f"sparq:top_k=2048,{ON}"
+    assert advise.main([str(folder), "--text", str(text), *few]) == 0
+    least = min(found["captured"], key=lambda one: one["share"])
+    line = f"Captured share of 32 components: least {least['share']:.2f}, in layer {least['layer']}; median 0."
+    assert line in capsys.readouterr().out
+
+
+def test_captured_shares_are_those_of_a_decode_step() -> None:
+    model, prompt = build("deepseek_v3"), prompt_of(100)
+    cache = make_prompt_cache(model)
+    with mlx_sparse.sparse(model, LOW_RANK):
+        call(model, [prompt[:-1]], cache)
+        call(model, [prompt[-1:]], cache)
+    fitted = [entry.aux_states["sparq"].projections[0] for entry in cache]
+    for layer, projection in enumerate(fitted):
+        (found,) = captured_shares(model, prompt, [layer], projection.keys.shape[3])
+        assert found.share == pytest.approx(projection.share.item(), abs=1e-6)
 
 
 MASK = -0.5 * mx.abs(mx.arange(PROMPT + 1) - PROMPT)[None, None, None] * mx.array([1.0, 0.3, 0.1, 0.0])[:, None, None]

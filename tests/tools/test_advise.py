@@ -210,9 +210,9 @@ def test_cheapest_passing_method_is_recommended() -> None:
     assert max(map(len, str(found).splitlines())) <= WIDTH
     assert "passes" in str(found) and "fails" in str(found)
     assert json.loads(json.dumps(found.as_dict()))["attn"] == "sparq:rank=4"
-    assert re.fullmatch(r"at 4,096 tokens, a decode step is at most \d+\.\d\d x faster, by bytes\.", found.advice()[1])
+    assert re.fullmatch(r"At 4,096 tokens, a decode step is at most \d+\.\d\d x faster, by bytes\.", found.advice()[1])
     heavy = dataclasses.replace(found, traffic=dataclasses.replace(found.traffic, weights=10**12))
-    assert heavy.advice()[1].startswith("The gain is small: at 4,096 tokens, a decode step is at most 1.00 x")
+    assert heavy.advice()[1].startswith("At 4,096 tokens, a decode step is at most 1.00 x")
 
 
 @pytest.mark.parametrize(
@@ -317,6 +317,7 @@ def test_unreachable_budget_and_short_text_are_errors(tmp_path: Path, capsys: py
     for more, message in (
         (["--budget", "1/100000"], "--budget: expected a share that can be met at 1,024 keys, got none"),
         (["--passage", "4k"], "--limit: expected 4 x 4,"),
+        (["--methods", "sparq:rank=4,gather", "--context", "4k"], "--limit: expected 4 x 4,096 tokens of text"),
     ):
         assert cli.main([*common, *more]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]

@@ -247,10 +247,11 @@ class SparQ(Method):
     def with_budget(self, share: Fraction, D: int, named: Collection[str]) -> tuple[SparQ, str]:
         """Spend half of the budget on scores and half on attention.
 
-        If ``named`` contains ``rank`` or ``top_k``, the caller adjusts only the other setting of the two.
+        If ``named`` contains ``rank`` or ``top_k``, the caller adjusts only the other setting of the two. The captured
+        share determines the rank of a projection, so the budget determines only its ``top_k``.
         """
         config = self if "dense_below" in named else dataclasses.replace(self, dense_below=0)
-        if not {"rank", "top_k"} & set(named):
+        if not ({"rank", "top_k"} & set(named) or self.scores_latents):
             rank = share * D if self.key_bits == 16 else share * D * 32 / (2 * self.key_bits + 1)
             return dataclasses.replace(config, rank=min(max(1, int(rank)), D)), "top_k"
         free = [setting for setting in ("top_k", "rank") if setting not in named]

@@ -107,7 +107,9 @@ def test_states_are_computed_from_all_keys_once_steps_are_sparse(runtime: str, e
 def test_a_row_writes_only_its_own_states_and_begins_with_empty_statistics(runtime: str) -> None:
     case = Case(2, 4, 2, 100, 64, "f32")
     q, k, v = case.inputs()
-    attend = Operator(runtime, "SparQAttention", "f32", lanes=1, dense_below=0, **attributes(parameters(case, "robust")))
+    attend = Operator(
+        runtime, "SparQAttention", "f32", lanes=1, dense_below=0, **attributes(parameters(case, "robust"))
+    )
     caches = {**filled_caches(case, k, v, 99, case.S), "past_length": np.array([99, 0])}
     caches["past_key_t"][1], caches["past_sums"][1] = 7, np.nan  # of an earlier sequence
     new = {"key": k[:, :, 99:], "value": v[:, :, 99:], "left_padding": padding(case)}
