@@ -20,9 +20,9 @@ from mlx_sparse.checks import BackendUnavailable
 
 from ..availability import unavailable
 
-__all__ = ["SparQCache", "SparQLayer", "register", "report"]
+__all__ = ["SparQCache", "SparQLayer", "register"]
 
-_HOME = {"SparQCache": ".cache", "SparQLayer": ".cache", "register": ".attention", "report": ".attention"}
+_HOME = {"SparQCache": ".cache", "SparQLayer": ".cache", "register": ".attention"}
 OLDEST = (5, 17)  # oldest version with the cache classes and the attention interface used here
 
 

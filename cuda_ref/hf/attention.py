@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
-from mlx_sparse.api.call_report import Counts, Report
+from mlx_sparse.api.call_report import Counts
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core.base import QK_NORMS, Step
 from mlx_sparse.core.cost import nvidia_kind
@@ -33,8 +33,6 @@ from .cache import Origin, SparQCache, dense_layer, origin_of
 
 NAME = "sparq"
 
-_without_cache = Report(attn=NAME, backend="triton", model_type="calls without a SparQCache")
-
 
 def register() -> None:
     """Register ``attn_implementation="sparq"`` with transformers. Call this function before you load the model.
@@ -45,11 +43,6 @@ def register() -> None:
     require()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
-
-
-def report(cache: SparQCache | None = None) -> Report:
-    """Return the report of ``cache``. If ``cache`` is None, return the report of all calls that had no `SparQCache`."""
-    return _without_cache if cache is None else cache.report
 
 
 def attention(
@@ -68,20 +61,18 @@ def attention(
         ``out (B, L, Hq, D)`` and None in place of the attention weights.
     """
     origin = origin_of(key)
-    padding = None if attention_mask is None else padding_of(attention_mask)
+    dense = partial(_dense, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if origin is None:
-        reason: str | None = "without a SparQCache"
         if query.shape[2] == 1 < key.shape[2]:
             _warn_once()
-    else:
-        facts = Facts(query.shape[1] // key.shape[1], sinks=kwargs.get("s_aux") is not None)
-        layer = _layer_reasons(origin, module, query, key, value, facts, kwargs)
-        call = _call_reasons(origin, query, key, attention_mask, padding, facts, dropout)
-        reason = next(chain(layer, call), None)
-    if origin is None or reason is not None:
-        counted = _without_cache if origin is None else origin.cache.report
-        counted.add(Counts(dense_calls=Counter([str(reason)])))
-        return _dense(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        return dense()
+    padding = None if attention_mask is None else padding_of(attention_mask)
+    facts = Facts(query.shape[1] // key.shape[1], sinks=kwargs.get("s_aux") is not None)
+    layer = _layer_reasons(origin, module, query, key, value, facts, kwargs)
+    call = _call_reasons(origin, query, key, attention_mask, padding, facts, dropout)
+    if (reason := next(chain(layer, call), None)) is not None:
+        origin.cache.report.add(Counts(dense_calls=Counter([reason])))
+        return dense()
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     config = origin.cache.attn
     out, lse = origin.layer.attend(query, config, scale=scale, padding=padding)

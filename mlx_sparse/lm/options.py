@@ -15,7 +15,7 @@ from ..methods import parse, read_toml
 
 REPORTS = ("text", "full", "recall", "json", "json+recall", "off")
 
-OURS = ("argument --attn", "argument --lossless", "argument --shard")  # start of argparse's messages about them
+OURS = ("argument --attn", "argument --lossless")  # start of argparse's messages about them
 
 
 class _Once(argparse.Action):

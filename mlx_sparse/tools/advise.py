@@ -343,7 +343,14 @@ def _page(args: argparse.Namespace) -> Page:
     )
     if args.no_quality or not candidates:
         return found
-    tokens = read_tokens(tokenizer, args.text, args.cache_dir)
+    return _measured(found, args, model, tokenizer, [parse(one.method)[0] for one in tested], latents)
+
+
+def _measured(
+    found: Page, args: argparse.Namespace, model: nn.Module, tokenizer: Any, prefills: list[Any], latents: list[int]
+) -> Page:
+    """Return ``found`` with the quality of its candidates and ``prefills``. ``latents`` are the layers with MLA."""
+    tokens, candidates = read_tokens(tokenizer, args.text, args.cache_dir), found.candidates
     about = {"context": args.passage, "limit": args.limit, "seed": args.seed}
     examples = {
         task: [
@@ -357,15 +364,14 @@ def _page(args: argparse.Namespace) -> Page:
         f"{args.limit} examples of copying and {args.limit} of plain text, of {names}; dense prompts of "
         f"{args.passage:,} tokens, then {STEPS} decode steps each, seed {args.seed}. Longer contexts were not measured"
     )
+    length = min(args.context, found.made_for or args.context)
+    grids = [list(settings) for _, settings in groupby(prefills, key=lambda config: config.name)]
+    search = Search(model, tokenizer, tokens, grids, examples=args.limit, seed=args.seed)
+    tuned = search.run([(length + 1, (length,))]) if grids else []  # first: a text may be too short
     quality = measure(model, tokenizer, examples, methods, args.budget, context=args.passage, D=D)
     configs = [one.config for each in candidates for one in each.served]
     ranks = [config.rank for config in configs if isinstance(config, SparQ) and config.scores_latents]
     captured = captured_shares(model, examples[COPY][0].prompt, latents, ranks[0]) if ranks else ()
-    length = min(args.context, found.made_for or args.context)
-    prefills: list[Any] = [parse(one.method)[0] for one in tested]
-    grids = [list(settings) for _, settings in groupby(prefills, key=lambda config: config.name)]
-    search = Search(model, tokenizer, tokens, grids, examples=args.limit, seed=args.seed)
-    tuned = search.run([(length + 1, (length,))]) if grids else []
     found = dataclasses.replace(found, text=text, quality=quality, captured=captured, tuned=tuned)
     if (chosen := found.chosen) is None:
         return found

@@ -246,12 +246,12 @@ def compare(
     return dataclasses.replace(made, kl=float((mx.exp(dense) * (dense - ours)).sum(axis=-1).mean()))
 
 
-def measure_crossover(model: nn.Module, config: Method, calibration: Calibration) -> tuple[list[str], int]:
+def measure_crossover(model: nn.Module, attn: Method | str, calibration: Calibration) -> tuple[list[str], int]:
     """Return a description of each crossover length of the layers, and the largest crossover length in keys.
 
     If ``calibration.measures`` is True, measure unknown crossover lengths first.
     """
-    with sparse(model, config, calibration=calibration):
+    with sparse(model, attn, calibration=calibration):
         plan = plan_of(model)
         assert plan is not None
         found = [(config, calibration.threshold(config, layer, NEVER)) for config, layer in plan.layers]

@@ -317,6 +317,7 @@ def test_unreachable_budget_and_short_text_are_errors(tmp_path: Path, capsys: py
     for more, message in (
         (["--budget", "1/100000"], "--budget: expected a share that can be met at 1,024 keys, got none"),
         (["--passage", "4k"], "--limit: expected 4 x 4,"),
+        (["--methods", "sparq:rank=4,gather", "--context", "4k"], "--limit: expected 4 x 4,096 tokens of text"),
     ):
         assert cli.main([*common, *more]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]

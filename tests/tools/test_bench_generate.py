@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 
+from mlx_sparse import calibrate
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.tools.bench import generate
 from mlx_sparse.tools.bench.command import main
@@ -82,3 +83,14 @@ def test_real_answers_are_compared(tmp_path: Path, without_torch: Any, capsys: A
     assert all(row["time_to_first_token"] > 49 / row["prompt"] for row in (dense, sparse))  # prefill and one step
     assert document["model"] == "llama"
     assert "processors" in document["load average"] and document["machine"]["mlx"]
+
+
+def test_crossover_lengths_are_measured_before_the_turns(
+    calibration_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(calibrate.SECONDS, "cpu", 0.1)
+    model: Any = tiny_models.build()
+    for method, files in (("dense", 0), ("sparq:rank=4", 1)):
+        answer = generate.Answer(tiny_models.prompt_of(50), method, model, None, 1)  # type: ignore[arg-type]
+        assert generate.prepare_and_check(answer)
+        assert len(list(calibration_folder.glob("*.json"))) == files

@@ -172,18 +172,26 @@ class Answer(Generation):
         super().__init__(Context(len(prompt)), method, "mlx", peak_memory=0.0)
         self._prompt, self._model, self._tokenizer, self._most = prompt, model, tokenizer, tokens
 
+    def prepare(self) -> None:
+        """Measure missing crossover lengths now, because a turn would time the measurement."""
+        from ...calibrate import Calibration
+        from ..comparison import measure_crossover
+
+        self._calibration = Calibration(measures=True)
+        if self.row.method != DENSE:
+            measure_crossover(self._model, self.row.method, self._calibration)
+
     def check(self) -> str | None:
         return None  # `finish` compares the generated tokens with dense attention
 
     def run(self, turn: int) -> float:
         from mlx_lm.models.cache import make_prompt_cache
 
-        from ...calibrate import Calibration
         from ...lm.model import sparse
         from ..comparison import decode
 
         model, method, details = self._model, self.row.method, self.row.details
-        way: Any = nullcontext() if method == DENSE else sparse(model, method, calibration=Calibration(measures=True))
+        way: Any = nullcontext() if method == DENSE else sparse(model, method, calibration=self._calibration)
         with way as report:
             cache = make_prompt_cache(model)
             found, _ = decode(model, self._tokenizer, cache, self._prompt, self._most, lambda tokens: None)

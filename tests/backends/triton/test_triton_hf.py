@@ -255,18 +255,15 @@ def test_unsupported_calls_are_dense_and_counted(reason: str, given: dict[str, A
 
 
 def test_other_caches_are_dense_with_a_warning() -> None:
-    before = hf.report().dense_calls["without a SparQCache"]
     attention._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="past_key_values=SparQCache"):
         _, logits = call(cache=DynamicCache(config=model("llama").config))
-    assert hf.report().dense_calls["without a SparQCache"] == before + 2 * 2
     dense = decode(model("llama"), "sdpa", DynamicCache(), tokens(1, PROMPT), tokens(1, 1, seed=1))
     assert np.array_equal(logits.cpu().numpy()[:, -1:], dense[:, -1:])
 
 
 def test_report_text() -> None:
     cache, _ = call("gemma3_text")
-    assert hf.report(cache) is cache.report
     lines = str(cache.report).splitlines()
     assert lines[0].startswith(
         "sparq:rank=16,top_k=8,reallocate=false,component_score=query_key on triton: 1 of 2 layers (gemma3_text"

@@ -21,7 +21,6 @@ from mlx_sparse.methods.saap.state import PENDING_ROWS, BucketIndex, Router, kme
 H, D, C = 2, 16, 8
 SCALE = D**-0.5
 CONFIG = SAAP(mode="online", buckets=C, probes=3, sink_tokens=2, recent_tokens=20, merge_every=16, dense_below=0)
-EVERYTHING = SAAP(mode="online", buckets=C, probes=C, sink_tokens=2, recent_tokens=20, merge_every=16, dense_below=0)
 PADDING = [3, 0, 1]
 ROPE = nn.RoPE(D)
 
