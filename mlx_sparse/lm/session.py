@@ -86,8 +86,9 @@ class Session:
             return
         try:
             configs, calibrates = requested(args)
-            quantizes = getattr(args, "kv_bits", None) is not None
-            if not quantizes and self.lossless is None and not any(config.sparse for config in configs):
+            # With --attn dense, mlx-lm's own attention runs, except where ours is requested or needs less memory.
+            dense = args.attn_backend != "cpu" and getattr(args, "kv_bits", None) is None
+            if dense and self.lossless is None and not any(config.sparse for config in configs):
                 return
             prefill, decode = self._checked(args, configs)
         except SparseAttentionError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
+from ..core import registry
 from ..core.decide import NEVER
 from .evaluate.results import Row
 
@@ -47,8 +48,9 @@ def verdict(
         crossover: crossover length in keys.
         shorter: length of the user's context if it is shorter than ``crossover``, or "".
     """
-    dense = f"mlx_lm.generate --model {shlex.quote(model)}"
-    use, stay = f"{dense} --attn {shlex.quote(attn)}", f"Stay with dense attention: {dense}"
+    command = f"mlx_lm.generate --model {shlex.quote(model)}"
+    native = "" if registry.unavailable("cpu") else " --attn dense --attn-backend cpu"  # mlx-lm's own is slow
+    use, stay = f"{command} --attn {shlex.quote(attn)}", f"Stay with dense attention: {command}{native}"
     if unsafe:
         return [f"Not safe for this model, see the numbers: {unsafe}.", stay]
     if crossover >= NEVER:

@@ -64,6 +64,7 @@ GOOD: dict[str, list[list[str]]] = {
     "dense": [["mlx_lm.generate", *GENERATE]],
     "without hook": [["python", "-c", WITHOUT_HOOK, *GENERATE]],
     "--attn dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense"]],
+    "native dense": [["mlx_lm.generate", *GENERATE, "--attn", "dense", "--attn-backend", "cpu", *JSON]],
     "no such model": [["mlx_lm.generate", "--model", "nowhere/at/all"]],
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
     "full report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "full"]],
@@ -190,6 +191,14 @@ def test_without_a_method_the_text_equals_mlx_lms(name: str, finished: Runs):
     result = finished(name)
     assert (result.code, result.err) == (0, "")
     assert result.text == finished("without hook").text
+
+
+@pytest.mark.skipif(BACKEND != "cpu", reason="expected MLX on a CPU")
+def test_dense_attention_runs_native_kernels_on_request(finished: Runs):
+    result = finished("native dense")
+    assert result.text == finished("dense").text
+    (report,) = result.reports
+    assert (report["attn"], report["backend"], report["served_layers"]) == ("dense", "cpu", LAYERS)
 
 
 def test_without_a_method_errors_equal_mlx_lms(finished: Runs):

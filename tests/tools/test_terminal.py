@@ -11,6 +11,7 @@ import pytest
 from report_rows import DENSE, row
 from rich.console import Console
 
+from mlx_sparse.core import registry
 from mlx_sparse.core.decide import NEVER
 from mlx_sparse.tools import progress
 from mlx_sparse.tools.evaluate.table import Table
@@ -75,7 +76,8 @@ def test_silent_work_still_shows_that_time_passes(terminal: bool, monkeypatch: p
 )
 def test_verdict_is_one_of_three_with_a_command(facts: dict[str, Any], first: str, command: str) -> None:
     dense = "mlx_lm.generate --model 'a b'"
-    found = {"use": f"{dense} --attn sparq:rank=4", "stay": f"Stay with dense attention: {dense}"}
+    native = "" if registry.unavailable("cpu") else " --attn dense --attn-backend cpu"
+    found = {"use": f"{dense} --attn sparq:rank=4", "stay": f"Stay with dense attention: {dense}{native}"}
     lines = verdict("a b", "sparq:rank=4", **facts)
     assert lines == [text.format(**found) for text in (first, command) if text]
 
