@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from tiny_models import build
 
 from mlx_sparse.model_info import weights_hash
 from mlx_sparse.tools.evaluate.results import run_facts
-from mlx_sparse.tools.evaluate.table import tables
+from mlx_sparse.tools.evaluate.table import plus_minus, tables
 
 
 def test_tables_are_complete() -> None:
@@ -76,3 +77,8 @@ def test_weights_hash_covers_config_and_weights() -> None:
         lambda model: nn.quantize(model, group_size=32, bits=4, class_predicate=lambda path, _: "self_attn.q" in path),
     ]
     assert len({found, *map(changed, changes)}) == 5
+
+
+def test_a_mean_that_rounds_to_zero_has_no_minus_sign() -> None:
+    assert plus_minus(-1e-9, 1e-9, 3) == "0.000 ± 0.000"
+    assert plus_minus(-1e-9, math.nan, 3, signed=True) == "+0.000"

@@ -56,7 +56,7 @@ def _clean(text: str) -> str:
 
 def plus_minus(value: float, error: float, digits: int, *, signed: bool = False) -> str:
     """Format a mean and its standard error. If the standard error is NaN, format only the mean."""
-    text = f"{value:{'+' if signed else ''}.{digits}f}"
+    text = f"{round(value, digits) + 0.0:{'+' if signed else ''}.{digits}f}"  # + 0.0: no minus sign before 0
     return text if math.isnan(error) else f"{text} ± {error:.{digits}f}"
 
 
