@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the attention recall of selected latents in a model that was converted to MLA.
 
-python scripts/mla.py [--context 2048] [--texts 20] > docs/results/mla.jsonl
+python scripts/mla.py [--context 2048] [--texts 20] > rows.jsonl
 
 The model is that of `tests/testing/mla_stand_in.py`. Each text has two tasks, to continue the text and to copy a part
 of it. The script prints a row of JSON for each task, basis, method and number of keys. The rotated basis is a random

@@ -135,7 +135,7 @@ def with_group_query(model: onnx.ModelProto, heads: int = SMOLLM2.Hq) -> onnx.Mo
     graph, cast, nodes = model.graph, {}, []
     shapes = {"rows": np.array([0, 1, -1]), "heads": np.array([0, heads, 1, -1]), "one": np.array(1, np.int32)}
     graph.initializer.extend(from_array(array, f"gqa.{name}") for name, array in shapes.items())
-    of_caches = ("past_key", "past_val", "present_")
+    of_caches = ("past_key", "past_val", "present")
     caches = [info for info in (*graph.input, *graph.output) if info.name.startswith(of_caches)]
     for info in caches:
         info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
