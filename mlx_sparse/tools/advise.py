@@ -21,7 +21,7 @@ from ..checks import ConfigError, Parser, check_int, read_length
 from ..core.base import Method, Prefill
 from ..lm.loading import unfit_warning
 from ..lm.model import plan_of, sparse
-from ..methods import SparQ, parse
+from ..methods import parse
 from ..model_info import config_of, model_type
 from . import environment
 from .assets.models import DEFAULT
@@ -369,8 +369,8 @@ def _measured(
     search = Search(model, tokenizer, tokens, grids, examples=args.limit, seed=args.seed)
     tuned = search.run([(length + 1, (length,))]) if grids else []  # first: a text may be too short
     quality = measure(model, tokenizer, examples, methods, args.budget, context=args.passage, D=D)
-    configs = [one.config for each in candidates for one in each.served]
-    ranks = [config.rank for config in configs if isinstance(config, SparQ) and config.scores_latents]
+    configs: list[Any] = [one.config for each in candidates for one in each.served]
+    ranks = [config.rank for config in configs if config.scores_latents]
     captured = captured_shares(model, examples[COPY][0].prompt, latents, ranks[0]) if ranks else ()
     found = dataclasses.replace(found, text=text, quality=quality, captured=captured, tuned=tuned)
     if (chosen := found.chosen) is None:
