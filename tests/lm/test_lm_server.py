@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from example_pages import shape
 from forked import without_blas
+from repository_paths import ROOT
 from servers import TOKENS, reports_in, running
 from tiny_models import BACKEND, prompt_of, words, write
 
@@ -112,6 +114,8 @@ def test_each_request_has_a_line(model: Path):
         f"prompt of 100 tokens, {TOKENS} generated; calls: {steps} sparse, {LAYERS} dense ({LAYERS} {prompts})",
         f"prompt of 20 tokens (19 cached), {TOKENS} generated; calls: 0 sparse, {steps} dense ({steps} {below})",
     ]
+    (printed,) = requests_in((ROOT / "docs/servers.md").read_text())
+    assert shape(printed).replace(" (# cached)", "") in map(shape, requests_in(err))
 
 
 def test_disconnected_and_concurrent_requests_have_lines(model: Path):
