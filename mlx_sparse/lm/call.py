@@ -124,6 +124,7 @@ class Call:
         self._drafts = plan.lossless is None or phase is Phase.DRAFT  # True if a decode step may be sparse
         self._planned = plan.decodes and self._drafts
         self._step_keys = 0  # number of keys of a decode step; 0 in other calls
+        self.layer_index = -1  # index of the current layer's cache, which identifies the layer in the report
 
     @functools.cached_property
     def dense(self) -> dense.DenseAttention:
@@ -243,44 +244,33 @@ class Call:
             return self.dense.attend_natively(queries, keys, values, None, scale, mask, sinks)
         if self.hooks is not None and self.plan.decodes:
             self.hooks.keys_written(cache)
+        self.layer_index = next((index for index, own in enumerate(self.caches) if own is cache), -1)
         if isinstance(cache, SparseBatch) and self._differs_by_sequence(L, cache):
             out = self._attend_each(queries, cache, scale, mask, sinks)
         else:
-            out = self.attend_one(queries, keys, cache, scale, mask, sinks, self.layer_index(cache))
+            out = self.attend_one(queries, keys, cache, scale, mask, sinks)
         if out is None and self.hooks is not None:
             self.hooks.observe(queries, keys, cache, scale, mask, sinks)
         return self.dense.attend(queries, keys, values, cache, scale, mask, sinks) if out is None else out
 
     def attend_one(
-        self,
-        queries: mx.array,
-        keys: Rows,
-        cache: SparseCache,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        layer_index: int,
+        self, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
-        """Run and count one attention call of a layer, or return None to let mlx-lm run dense attention.
-
-        Args:
-            layer_index: index of the layer's cache. The report uses it to identify the layer.
-        """
+        """Run and count one attention call of a layer, or return None to let mlx-lm run dense attention."""
         L, S = queries.shape[2], keys.shape[2]
         self._step_keys = S if L == 1 else 0
         facts = self.facts(queries, keys, cache, mask, sinks)
         if L > 1:
             reason = chunk_refusal(self.plan.prefill, facts, L, S)
             if reason is None:
-                attended = self._attend_chunk(queries, keys, cache, scale, sinks, layer_index)
-                if attended is not None:
-                    out, lse = attended
-                    return out if sinks is None else dense.with_sinks(out, lse, sinks)
+                out = self._attend_chunk(queries, keys, cache, scale, sinks)
+                if out is not None:
+                    return out
                 reason = reasons.TOO_FULL
         else:
             reason = refusal(self.plan.decode, facts)
             if reason is None:
-                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks, facts, layer_index)
+                layer = self.plan.plan_layer(queries, keys, cache, self.caches, self.hooks, facts, self.layer_index)
                 cache.layer_plan = layer
                 bias = as_bias(mask, queries, S) if facts.bias else None
                 return self._step(layer, queries, cache, scale, sinks, bias)
@@ -312,22 +302,9 @@ class Call:
         )
 
     def _attend_chunk(
-        self,
-        queries: mx.array,
-        keys: Rows,
-        cache: SparseCache,
-        scale: float,
-        sinks: mx.array | None,
-        layer_index: int,
-    ) -> tuple[mx.array, mx.array] | None:
-        """Run the prefill method on a prefill chunk.
-
-        Args:
-            layer_index: index of the layer's cache. The report uses it to identify the layer.
-
-        Returns:
-            ``out (B, Hq, L, D)`` and float32 ``lse (B, Hq, L)``; None if the selected blocks exceed the density limit.
-        """
+        self, queries: mx.array, keys: Rows, cache: SparseCache, scale: float, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Run the prefill method on a prefill chunk. Return None if the selected blocks exceed the density limit."""
         plan = self.plan
         assert plan.prefill is not None
         L, S = queries.shape[2], keys.shape[2]
@@ -348,8 +325,8 @@ class Call:
         if plan.recall:
             dense_lse = registry.load("dense_lse", backend)(queries, keys, scale=scale, left_padding=None)
             arrays |= recall_arrays(mx.exp(lse - dense_lse))
-        self.counts.later("prefill", PrefillStatistics.read, (layer_index, config.layout(L, S)), arrays)
-        return out, lse
+        self.counts.later("prefill", PrefillStatistics.read, (self.layer_index, config.layout(L, S)), arrays)
+        return out if sinks is None else dense.with_sinks(out, lse, sinks)
 
     def _differs_by_sequence(self, L: int, cache: SparseBatch) -> bool:
         """Return True if a call with ``L`` queries per sequence must process each sequence of a batch separately.
@@ -381,9 +358,7 @@ class Call:
         if extents is None:
             self.counts.dense_calls[reasons.UNKNOWN_PADDING] += 1
             return None
-        layer_index = self.layer_index(cache)
-        parts = []
-        outs: list[Any] = []
+        found = []
         for sequence, (first, stop) in enumerate(extents):
             one = cache.select_rows(sequence, first, stop)
             start, end = max(first - before, 0), max(stop - before, 0)
@@ -394,22 +369,17 @@ class Call:
                 if end - start == 1 and self.hooks is not None:
                     step = self.hooks.single_sequence(cache, sequence, one, first, queries, part)
                 with step:
-                    out = self.attend_one(part, keys, one, scale, mask, sinks, layer_index)
+                    out = self.attend_one(part, keys, one, scale, mask, sinks)
                 cache.store_full_sample(sequence, one)
-            parts.append((part, one, start))
-            outs.append(out)
-        if all(out is None for out in outs):
+            found.append((part, one, start, out))
+        if all(out is None for *_, out in found):
             return None
-        for sequence, (part, one, start) in enumerate(parts):
-            n, out = part.shape[2], outs[sequence]
-            if out is None:
-                out = dense.attend_sequence(part, one, scale, sinks)
-            outs[sequence] = mx.pad(out, [(0, 0), (0, 0), (start, queries.shape[2] - start - n), (0, 0)])
-        return mx.concatenate(outs)
-
-    def layer_index(self, cache: object) -> int:
-        """Return the index of ``cache`` among the model's caches, or -1 if the model does not use ``cache``."""
-        return next((index for index, own in enumerate(self.caches) if own is cache), -1)
+        padded = []
+        for part, one, start, out in found:
+            rows = dense.attend_sequence(part, one, scale, sinks) if out is None else out
+            after = queries.shape[2] - start - part.shape[2]
+            padded.append(mx.pad(rows, [(0, 0), (0, 0), (start, after), (0, 0)]))
+        return mx.concatenate(padded)
 
 
 def under_plan(cls: type[nn.Module]) -> Callable[..., object]:

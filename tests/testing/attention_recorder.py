@@ -97,11 +97,11 @@ class AttentionRecorder:
 
         def recording_one(call: Call, *args: Any) -> Any:
             self._chosen, self._short = [], []
-            queries, keys, cache, scale, _, sinks, place = args
+            queries, keys, cache, scale, _, sinks = args
             parts = len(self._parts)
             out = attend_one(call, *args)
             if len(self._parts) == parts:
-                self._record_part(call, queries, keys.shape[2], cache, scale, sinks, place, out)
+                self._record_part(call, queries, keys.shape[2], cache, scale, sinks, call.layer_index, out)
             return out  # `recording_step` records a planned step
 
         def recording_step(
