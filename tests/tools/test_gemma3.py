@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 from mlx_sparse.checks import ArtefactError, BackendUnavailable, ConfigError
 from mlx_sparse.cli import main
 from mlx_sparse.extras import install_hint
+from mlx_sparse.files import file_hash
 from mlx_sparse.tools.assets import gemma3, models
-from mlx_sparse.tools.assets.store import file_hash
 
 DATA = read_tables(__file__)
 LAYERS = 6

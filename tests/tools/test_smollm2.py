@@ -22,10 +22,10 @@ from tokenizers import Tokenizer
 
 from mlx_sparse import blas
 from mlx_sparse.checks import ArtefactError
-from mlx_sparse.files import cache_directory
+from mlx_sparse.files import cache_directory, file_hash
 from mlx_sparse.tools.assets import openblas, store
 from mlx_sparse.tools.assets import smollm2 as converter
-from mlx_sparse.tools.assets.store import build_directory, file_hash
+from mlx_sparse.tools.assets.store import build_directory
 
 pytestmark = pytest.mark.slow  # a real model
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ... import __version__
 from ...checks import ConfigError
+from ...files import file_hash
 
 # Environment variables that mlx.launch (ring, JACCL, NCCL) and Open MPI set. MLX supports no other MPI.
 ENVIRONMENT = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -147,10 +148,7 @@ def _digest(path: Path) -> str | None:
     found = hashlib.sha256()
     try:
         if path.is_file():
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    found.update(block)
-            return found.hexdigest()
+            return file_hash(path)
         described = [path / name for name in DESCRIPTIONS if (path / name).is_file()]
         for file_path in described:
             found.update(file_path.name.encode() + file_path.read_bytes())

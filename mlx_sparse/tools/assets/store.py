@@ -6,7 +6,6 @@ Each file is pinned by its hash. For a source archive, pip checks the hash and t
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import subprocess
@@ -19,18 +18,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ...checks import ArtefactError
-from ...files import naming, new_folder
+from ...files import file_hash, naming, new_folder
 
 MANIFEST = "mlx-sparse-manifest.json"
-
-
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 hash of a file in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def check_file(path: Path, sha256: str, what: str) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from ...checks import ConfigError
 from ...core import stats
 from ...core.base import Method, Prefill
+from ...files import file_hash
 from ...lm.model import select_methods
 from ...methods import parse, split_methods
 from ...methods.saap import artefact
-from ..assets.store import file_hash
 
 
 class BudgetTooSmall(ConfigError):
