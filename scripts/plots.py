@@ -22,6 +22,7 @@ from mlx_sparse.methods import SparQ, parse
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "mlx-sparse"  # makes the files reproducible
+matplotlib.rcParams |= {"axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False}
 from matplotlib import pyplot as plt  # noqa: E402 - the renderer is selected first
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -82,10 +83,10 @@ def draw_bytes() -> Path:
     bars.bar(*zip(*served, strict=True), color="tab:blue", label="sparq")
     bars.set_xticks(range(1, len(keys), 4))
     bars.set_ylim(top=1.4 * max(dense))  # room for the legend
-    bars.set_xlabel("layer (layers with short bars have a sliding window)")
-    bars.set_ylabel("MB of K and V per token")
-    bars.set_title(f"By formula, not measured: Gemma 3 270M, {LONG // 1024}k tokens", fontsize=10)
-    bars.legend(frameon=False)
+    bars.set(xlabel="layer (layers with short bars have a sliding window)", ylabel="MB of K and V per token")
+    bars.set_title(f"By formula, not measured: Gemma 3 270M, {LONG // 1024}k tokens")
+    bars.grid(visible=False)
+    bars.legend()
     return _save(figure, "bytes.svg")
 
 
@@ -130,9 +131,7 @@ def draw_why() -> Path:
         axes.set_xscale("log", base=2)
         axes.set(title=title, xlabel="rank / D", ylabel=label, ylim=(0, 1))
     for axes in (mass, spans, agreement, recall):
-        axes.title.set_fontsize(10)
-        axes.legend(frameon=False, fontsize=8)
-        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
     return _save(figure, "results/why.svg")
 
 
@@ -151,11 +150,9 @@ def draw_quality() -> Path:
             across, up, bars = zip(*((row["share"], row["mean"], row["difference_sem"]) for row in own), strict=True)
             shown[method] = axes.errorbar(across, up, bars, fmt="o-", capsize=2, color=colors[method])
         axes.set_xscale("log", base=2)
-        axes.set_xlabel("share of dense attention's bytes (counted)")
-        axes.set_ylabel("tokens copied correctly")
-        axes.set_title(f"{MODELS[model]}, {context / 1024:.0f}k tokens, n = {here[0]['examples']}", fontsize=10)
-        axes.grid(alpha=0.3)
-    figure.legend(list(shown.values()), list(shown), frameon=False, loc="outside lower center", ncols=4)
+        axes.set(xlabel="share of dense attention's bytes (counted)", ylabel="tokens copied correctly")
+        axes.set_title(f"{MODELS[model]}, {context / 1024:.0f}k tokens, n = {here[0]['examples']}")
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=4)
     return _save(figure, "quality.svg")
 
 
@@ -176,7 +173,8 @@ def draw_needles() -> Path:
         axes.set_xticks(range(len(depths)), depths)
         axes.set_yticks(range(len(contexts)), [f"{context / 1024:.0f}k" for context in contexts])
         axes.set_xlabel("depth of the needle")
-        axes.set_title(f"{MODELS[model]}, {'dense' if dense else '--attn sparq'}", fontsize=10)
+        axes.grid(visible=False)
+        axes.set_title(f"{MODELS[model]}, {'dense' if dense else '--attn sparq'}")
     return _save(figure, "results/needle.svg")
 
 
@@ -196,11 +194,8 @@ def _by_context(axes: Any, contexts: list[int], label: str, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{S / 1024:.3g}k" for S in contexts])
     axes.minorticks_off()
-    axes.set_xlabel("context, tokens")
-    axes.set_ylabel(label)
-    axes.set_title(title, fontsize=10)
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
+    axes.set(xlabel="context, tokens", ylabel=label, title=title)
+    axes.legend()
 
 
 def _save(figure: Any, name: str) -> Path:
