@@ -75,7 +75,7 @@ def text(findings: dict[str, Any]) -> str:
     if found := findings.get("model"):
         first, *more = found["lines"]
         lines += [first, *(f"  {line}" for line in more)]
-        if any(row["how"] == "modeled" for row in found["thresholds"]):
+        if any(row["how"] == "modeled" and row["measurable"] for row in found["thresholds"]):
             lines.append("  `mlx-sparse calibrate` and `--attn` replace modeled values by measurements")
     lines += [f"problem: {problem}" for problem in findings["problems"]] or ["no problems found"]
     return "\n".join(lines)

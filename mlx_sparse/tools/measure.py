@@ -79,5 +79,6 @@ def rows_of(served: Served, calibration: Calibration, *, measures: bool = False)
         found = calibration.measure(config, layer) if measures and config.measurable else None
         found = found or calibration.threshold(config, layer)
         row = {"attn": str(config), "backend": layer.backend, "shape": str(layer), "layers": count}
+        row["measurable"] = config.measurable
         rows.append(row | {"value": found.value, "how": found.how, "crossovers": describe(config, found)})
     return rows

@@ -93,6 +93,15 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
     assert found["lines"][-1] == "sparse at 3,000 keys and longer (measured on this machine)"
 
 
+@pytest.mark.usefixtures("calibration_folder")
+def test_doctor_promises_no_measurement_that_calibrate_cannot_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 2}
+    model = str(write(tmp_path / "tiny", "deepseek_v3", kv_lora_rank=96, **experts))
+    _, out, _ = run(capsys, "doctor", "--model", model, "--attn", "sparq:component_score=low_rank")
+    assert "(modeled)" in out
+    assert "replace modeled values" not in out
+
+
 def test_doctor_reports_why_a_model_is_unsupported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = str(write(tmp_path / "gemma2", "gemma2"))
     for arguments, problem in (
