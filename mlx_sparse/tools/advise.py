@@ -14,7 +14,9 @@ from datetime import date
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from mlx import nn
 
 from ..calibrate import Calibration
 from ..checks import ConfigError, Parser, check_int, read_length
@@ -40,9 +42,6 @@ from .terminal import fill, table
 from .tune import Search
 from .tune.results import Measured, Tuned, best, summary
 from .verdict import COPY, LIMITS, STEPS, TEXT, verdict
-
-if TYPE_CHECKING:
-    from mlx import nn
 
 METHODS, BUDGETS = "sparq,streaming,h2o", "1/2,1/4,1/8"
 CONTEXTS = (4096, 32_768, 131_072)  # context lengths in the table, in addition to --context
@@ -259,10 +258,7 @@ def toml(configs: Sequence[Method], model: str, day: str, text: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the `Page`. Return 0 if a method is recommended, else 1.
-
-    If ``--no-quality`` is set, return 0 if at least one method can run, else 1.
-    """
+    """Print the `Page`. Return 0 if a method is recommended, or with ``--no-quality`` can run, else 1."""
     args = _parser().parse_args(argv)
     _check(args)
     found = _page(args)
@@ -289,12 +285,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", metavar="N", default="32k", help="context length that you use (default: 32k)")
     about = "to test; prefill methods run at --context (default: %(default)s)"
     parser.add_argument("--methods", metavar="METHOD,...", default=METHODS, help=about)
-    parser.add_argument(
-        "--budget",
-        metavar="SHARE,...",
-        default=BUDGETS,
-        help="shares of dense attention's transfers; they set the parameters that METHOD omits (default: %(default)s)",
-    )
+    about = "shares of dense attention's transfers; they set the parameters that METHOD omits (default: %(default)s)"
+    parser.add_argument("--budget", metavar="SHARE,...", default=BUDGETS, help=about)
     parser.add_argument("--passage", metavar="N", default="1k", help="tokens of each prompt (default: 1k)")
     parser.add_argument("--limit", metavar="N", type=int, default=4, help="examples of each of two tasks (default: 4)")
     parser.add_argument("--no-quality", action="store_true", help="only count bytes, which takes seconds")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 from mlx.utils import tree_flatten
 
 from ..calibrate.timing import Layer
@@ -15,9 +16,6 @@ from ..core.base import Method
 from ..lm import seam
 from ..lm.call import active
 from ..model_info import leaves, new_caches, weights_read
-
-if TYPE_CHECKING:
-    from mlx import nn
 
 FULL, WINDOW, LINEAR, LATENT = "full", "window", "linear", "latent"
 
