@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,9 +14,6 @@ from mlx_sparse.checks import ArtefactError, ConfigError
 
 from .graph import MICROSOFT, Graph
 from .quantized import Blocks, blocks
-
-if TYPE_CHECKING:
-    from mlx import nn
 
 QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
