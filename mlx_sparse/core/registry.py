@@ -34,7 +34,8 @@ FOREIGN: Mapping[str, str] = {
     "triton": "it takes torch tensors: call the same function in mlx_sparse.cuda_ref",
     **dict.fromkeys(("onnx", "ort"), "it runs exported files: export-onnx, then mlx-sparse run-onnx"),
 }
-# Backends that take whole cache buffers and a `length`, because MLX would copy a slice on every call.
+# Backends that take whole cache buffers ``(B, Hkv, capacity, D)`` and a `length`, because MLX would copy a slice on every
+# call. The first `length` rows are in use, and the last of them belong to the queries.
 WHOLE_BUFFERS = frozenset({"cpu", "metal"})
 # Files that are searched for a function or class, if they are not core/ROOM/KIND.py and methods/ROOM/KIND.py. The first
 # file that defines a name counts.

@@ -118,14 +118,9 @@ def attend_indices(
     counts: mx.array | None = None,
     bias: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact attention of one query per head over the listed keys (sparq.7).
+    """Attend to the listed keys of whole buffers (sparq.7). See `core.attend.ops.attend_indices`.
 
-    See `core.attend.ops.attend_indices` for the other arguments and the results.
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-            Both buffers are arrays, or both are quantized with the same bits and group size.
-        bias: ``(B, Hq, 1, length)``.
+    Both buffers are arrays, or both are quantized with the same bits and group size.
     """
     B, Hq, _, _ = queries.shape
     if indices.shape[2] == 0:

@@ -42,18 +42,9 @@ def attend_blocks(
     scale: float,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact causal attention for every query over the key blocks listed for its row block (sample.8).
+    """Attend to the listed key blocks of whole buffers (sample.8). See `core.blocks.ops.attend_blocks`.
 
-    Args:
-        queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied if queries, keys and values have the
-            same type. The first ``length`` rows are in use.
-        blocks: ``(B, Hq, R, N)`` int block indices for the R row blocks that contain a query. A number that is not a
-            block index, such as -1, is an empty slot.
-
-    Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``. For queries that attend to no
-        key, ``out`` is 0 and ``lse`` is -inf.
+    The buffers are not copied if queries, keys and values have the same type.
     """
     S = keys.shape[2] if length is None else length
     lists = _sorted_lists(blocks, Layout(queries.shape[2], S, 1, block_size))

@@ -48,12 +48,7 @@ def saap_indices(
 def saap_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **visit: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run a SAAP decode step. See `methods.saap.ops.saap_attention` for the results.
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-        visit: the other arguments of `methods.saap.ops.list_keys`.
-    """
+    """Run a SAAP decode step over whole buffers. See `methods.saap.ops.saap_attention`."""
     S = keys.shape[2] if length is None else length
     indices, counts = list_keys(saap_indices, S, **visit)
     out, lse = attend_indices(queries, keys, values, indices, counts=counts, scale=scale, length=S)

@@ -124,15 +124,7 @@ def saap_indices(
 def saap_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **visit: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run a SAAP decode step.
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-        visit: the other arguments of `methods.saap.ops.list_keys`.
-
-    Returns:
-        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``, the number of attended keys.
-    """
+    """Run a SAAP decode step over whole buffers. See `methods.saap.ops.saap_attention`."""
     S = keys.shape[2] if length is None else length
     indices, counts = list_keys(saap_indices, S, **visit)
     out, lse = attend_indices(queries, keys, values, indices, counts=counts, scale=scale, length=S)

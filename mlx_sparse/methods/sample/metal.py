@@ -54,13 +54,7 @@ def sample_scores(
     rows: int | None = None,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Sum the softmax weights of the sampled queries in each region. See `methods.sample.ops.sample_scores`.
-
-    Args:
-        queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
-        keys: ``(B, Hkv, capacity, D)`` buffer, which is not copied if queries and keys have the same type. The first
-            ``length`` rows are in use.
-    """
+    """Sum the softmax weights of the sampled queries in each region. See `methods.sample.ops.sample_scores`."""
     queries, keys = of_one_type(queries, keys)
     B, Hq, L, D = queries.shape
     Hkv, capacity = keys.shape[1:3]
@@ -155,17 +149,7 @@ def sample_attention(
     length: int | None = None,
     **selection: Any,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run SampleAttention on a prefill chunk.
-
-    Args:
-        queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied if queries, keys and values have the
-            same type. The first ``length`` rows are in use.
-        selection: the other arguments of `sample_select`.
-
-    Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and the result of `sample_select`.
-    """
+    """Run SampleAttention over whole buffers. See `methods.sample.ops.sample_attention`."""
     blocks = sample_select(queries, keys, block_size=block_size, scale=scale, length=length, **selection)
     out, lse = attend_lists(queries, keys, values, blocks, block_size=block_size, scale=scale, length=length)
     return out, lse, blocks
