@@ -134,9 +134,7 @@ def sample_select(
     """Select key blocks for each row block (sample.7). Return ascending int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
-    return select_blocks(
-        column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
-    )
+    return select_blocks(column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash)
 
 
 def sample_attention(

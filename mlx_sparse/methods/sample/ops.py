@@ -50,10 +50,7 @@ def sample_select(
     """Select key blocks for each row block. Return ascending int32 lists ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale)
-    # Row blocks with sampled rows attend to every causal block, so the longest list usually has Nk blocks.
-    return select_blocks(
-        column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
-    )
+    return select_blocks(column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash)
 
 
 def sample_attention(
