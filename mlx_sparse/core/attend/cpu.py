@@ -21,13 +21,9 @@ def attend_indices(
     bias: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attend to the listed keys of whole buffers (sparq.7). See `core.attend.ops.attend_indices`."""
-    N = indices.shape[2]
-    if N == 0:
-        out = mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
-        return out, mx.full(queries.shape[:3], -mx.inf)
     if indices.itemsize > 4:  # a number outside int32 may not wrap to a key index
         indices = mx.where((indices >= 0) & (indices < keys.shape[2]), indices, -1)
-    lists = Lists(N)
+    lists = Lists(indices.shape[2])
     fill(lists, indices=indices.astype(mx.int32), counts=None if counts is None else counts.astype(mx.int32))
     return attend("indices", queries, keys, values, lists, scale=scale, length=length, bias=bias)
 

@@ -18,12 +18,8 @@ def attend_blocks(
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attend to the listed key blocks of whole buffers (sample.8). See `core.blocks.ops.attend_blocks`."""
-    N = blocks.shape[3]
-    if N == 0:
-        out = mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
-        return out, mx.full(queries.shape[:3], -mx.inf)
     if blocks.itemsize > 4:  # a number outside int32 may not wrap to a block index
         blocks = mx.where((blocks >= 0) & (blocks < keys.shape[2]), blocks, -1)
-    lists = Lists(N, block_size)
+    lists = Lists(blocks.shape[3], block_size)
     fill(lists, indices=blocks.astype(mx.int32))
     return attend("blocks", queries, keys, values, lists, scale=scale, length=length)
