@@ -25,7 +25,7 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys that a decode step attends to (saap.10). See `methods.saap.ops.saap_indices`."""
+    """List the keys that a decode step attends to (saap.10). See `methods.saap.oracle.saap_indices`."""
     B, Hkv, n = visited.shape
     rows = mx.full((B,), covered, mx.int32) if isinstance(covered, int) else covered.astype(mx.int32)
     padding = None if left_padding is None else left_padding.astype(mx.int32)

@@ -57,7 +57,7 @@ def saap_route(
     hidden_bias: mx.array | None = None,
     probes: int,
 ) -> mx.array:
-    """Select the buckets that each KV head visits (saap.8). See `methods.saap.ops.saap_route`."""
+    """Select the buckets that each KV head visits (saap.8). See `methods.saap.oracle.saap_route`."""
     B, Hq, _, D = queries.shape
     Hkv, _, C = out_weight.shape
     G = Hq // Hkv
@@ -95,7 +95,7 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys that a decode step attends to (saap.10). See `methods.saap.ops.saap_indices`."""
+    """List the keys that a decode step attends to (saap.10). See `methods.saap.oracle.saap_indices`."""
     B, Hkv, slots = visited.shape
     if slots == 0:
         visited, slots = mx.full((B, Hkv, 1), -1, mx.int32), 1

@@ -54,7 +54,7 @@ def sample_scores(
     rows: int | None = None,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Sum the softmax weights of the sampled queries in each region. See `methods.sample.ops.sample_scores`."""
+    """Sum the softmax weights of the sampled queries in each region. See `methods.sample.oracle.sample_scores`."""
     queries, keys = of_one_type(queries, keys)
     B, Hq, L, D = queries.shape
     Hkv, capacity = keys.shape[1:3]
