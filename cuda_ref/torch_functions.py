@@ -160,10 +160,7 @@ def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
 
 
 def key_spread(coded: KeyCodes, keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
-    """Estimate the standard deviation of each component, float32 ``(B, Hkv, D)``, from its int4 codes (sparq.22).
-
-    If a sequence has no full group, the result is the exact standard deviation of its valid keys.
-    """
+    """Estimate the standard deviation of each component (sparq.22). See `mlx_sparse.methods.sparq.ops.key_spread`."""
     S, groups = keys.shape[2], coded.lo.shape[-1]
     if groups == 0:
         return deviation(keys, left_padding)

@@ -143,12 +143,7 @@ def refusal(backend: str, function: str, reason: str | None = None) -> str | Non
 
 
 def require(backend: str, function: str, reason: str | None = None) -> None:
-    """Raise an error if ``backend`` cannot run ``function`` on MLX arrays on this machine.
-
-    If ``backend`` is "auto", do nothing.
-
-    Args:
-        reason: reason that the caller has already found; None if the caller has found no reason.
+    """Raise an error if ``backend`` is not "auto" and has a `refusal`.
 
     Raises:
         BackendUnavailable: the backend cannot run the function. A call never falls back to another backend.
@@ -162,12 +157,7 @@ def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = N
     """Return the name of the backend that runs ``function`` for the given sizes.
 
     "auto" selects metal or cpu if it supports the function and can run on this machine, and ops otherwise.
-
-    Args:
-        D: head dim.
-        G: number of query heads per KV head.
-        bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
-        Dv: head dim of the values; 0 means D.
+    `unsupported` describes the sizes.
 
     Raises:
         BackendUnavailable: ``backend`` is not "auto" and cannot run the function on this machine.
