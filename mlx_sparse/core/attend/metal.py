@@ -16,6 +16,7 @@ from ..launch import (
     integer,
     parts_of,
     real,
+    repeated,
     row_template,
     unread,
 )
@@ -157,7 +158,7 @@ def attend_listed(
     (key_parts, row_format), (value_parts, other) = map(parts_of, rows)
     assert row_format == other
     listed = _narrow(indices, capacity)
-    used = _no_counts() if counts is None else counts.astype(mx.int32)
+    used = repeated(1, 0) if counts is None else counts.astype(mx.int32)
     sizes = Listed(B, Hq, Hkv, D, queries.dtype, length, scale, row_format, bias is not None)
     launch, added = _attending(sizes, N, counted, scored), unread() if bias is None else bias
     given = queries, *key_parts, *value_parts, listed
@@ -220,8 +221,3 @@ def attend_candidates(n: Listed, top_k: int) -> Launch:
         groups=(1, Hq // heads, B),
         threads=simdgroups * LANES,
     )
-
-
-@cache
-def _no_counts() -> mx.array:
-    return mx.array([0], mx.int32)

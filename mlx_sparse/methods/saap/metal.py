@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...core.attend.metal import attend_indices
-from ...core.launch import LANES, Kernel, integer, padding_or_zeros
+from ...core.launch import LANES, Kernel, integer, padding_or_zeros, repeated
 from .ops import list_keys
 from .ops import saap_assign as saap_assign  # a matrix product and a maximum, once per key
 from .ops import saap_index as saap_index  # once every few hundred tokens
@@ -107,7 +107,7 @@ def saap_indices(
         "key_ids": key_ids,
         "left_padding": padding_or_zeros(left_padding, B),
         "length": integer(length),
-        "covered": _constant(B, covered) if isinstance(covered, int) else covered,
+        "covered": repeated(B, covered) if isinstance(covered, int) else covered,
         "sink_tokens": integer(min(sink_tokens, length)),
         "capacity": integer(capacity),
     }
@@ -129,11 +129,6 @@ def saap_attention(
     indices, counts = list_keys(saap_indices, S, **visit)
     out, lse = attend_indices(queries, keys, values, indices, counts=counts, scale=scale, length=S)
     return out, lse, counts
-
-
-@lru_cache(maxsize=256)
-def _constant(B: int, number: int) -> mx.array:
-    return mx.array([number] * B, mx.int32)
 
 
 @lru_cache(maxsize=64)
