@@ -99,11 +99,7 @@ def deviation(keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Te
 
 
 def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes:
-    """Quantize the full groups of each sequence in ``keys (B, Hkv, S, D)``. Slots of groups that are not full are 0.
-
-    Args:
-        left_padding: ``(B,)`` index of the first valid key of each sequence, where the first group starts.
-    """
+    """Quantize the full groups of each sequence in ``keys (B, Hkv, S, D)``. See `mlx_sparse.methods.sparq.ops`."""
     if left_padding is None:
         return code_groups(keys)
     S = keys.shape[2]
@@ -121,12 +117,7 @@ def code_keys(keys: torch.Tensor, left_padding: torch.Tensor | None) -> KeyCodes
 
 
 def code_groups(keys: torch.Tensor, center: torch.Tensor | None = None) -> KeyCodes:
-    """Quantize the full groups of ``keys (B, Hkv, S, D)``. All keys must be valid. The first group starts at key 0.
-
-    Args:
-        center: float32 ``(B, Hkv, D)`` center of earlier groups of the same sequences. If None, the center is computed
-            from the first group.
-    """
+    """Quantize full groups of valid keys. See `mlx_sparse.methods.sparq.ops.code_groups`."""
     B, Hkv, S, D = keys.shape
     groups = S // GROUP
     rows = keys[:, :, : groups * GROUP].float().reshape(B, Hkv, groups, GROUP, D)
@@ -169,10 +160,7 @@ def _full(groups: int, S: int, left_padding: torch.Tensor) -> torch.Tensor:
 
 
 def key_spread(coded: KeyCodes, keys: torch.Tensor, left_padding: torch.Tensor | None) -> torch.Tensor:
-    """Estimate the standard deviation of each component, float32 ``(B, Hkv, D)``, from its int4 codes (sparq.22).
-
-    If a sequence has no full group, the result is the exact standard deviation of its valid keys.
-    """
+    """Estimate the standard deviation of each component (sparq.22). See `mlx_sparse.methods.sparq.ops.key_spread`."""
     S, groups = keys.shape[2], coded.lo.shape[-1]
     if groups == 0:
         return deviation(keys, left_padding)

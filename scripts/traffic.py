@@ -4,8 +4,8 @@
 python scripts/traffic.py [METHOD ...] > docs/results/traffic.jsonl
 
 METHOD is sparq (16 bits, 128 keys), sparq4 (the default of `--attn sparq`), saap, sample, or a layer with multi-head
-latent attention and `component_score=low_rank`: glm (GLM-4.7-Flash) or deepseek (DeepSeek V3). The default is all
-methods.
+latent attention and `component_score=low_rank`: glm (GLM-4.7-Flash) or deepseek (DeepSeek V3). gather has no kernel:
+its rows count MLX's array operations. The default is all methods.
 The harness runs on Linux and needs clang, which the `test` extra installs.
 In each launch, a cache line of 128 bytes counts once.
 """
@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from tqdm import tqdm
 
 import mlx_sparse
 from mlx_sparse.core import registry
+from mlx_sparse.core.attend.ops import take_rows
 from mlx_sparse.core.stats import Stats
-from mlx_sparse.methods import SparQ
+from mlx_sparse.methods import Gather, SparQ
+from mlx_sparse.methods.gather.ops import gather_scores, gather_select
 from mlx_sparse.methods.sparq.low_rank import project
 from mlx_sparse.methods.sparq.scoring_keys import Projection
 
@@ -39,6 +42,10 @@ KV_HEADS, GROUP, D, ITEM = 2, 4, 128, 2
 KEYS, PROMPT = 16_384, (256, 1024)  # decode: S; prefill: L, S
 BUCKETS, PROBES = 128, 8
 LATENT, LATENT_KEYS, LATENT_HEADS = 512, 32_768, {"glm": 20, "deepseek": 128}
+GATHER = Gather(dense_below=0)
+GATHER_KEYS = (8_192, 32_768, 131_072)
+# Operations of MLX that launch no kernel. With contiguous arrays, all of them only change the shape.
+VIEWS = ("Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unflatten")
 MB = 1e6
 
 
@@ -131,14 +138,67 @@ def count(method: str) -> dict[str, Any]:
         }
 
 
+def gathered(q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
+    """Select and gather the keys and values of one chunk, as `gather_attention` does before the dense kernel."""
+    M = k.shape[2] - q.shape[2]
+    scores, _ = gather_scores(q, k, samples=GATHER.samples, scale=D**-0.5)
+    lists = gather_select(scores, ceil(GATHER.share * M), GATHER.neighbors)
+    return [mx.concatenate([take_rows(rows, lists), rows[:, :, M:]], axis=2) for rows in (k, v)]
+
+
+def count_gather(S: int) -> dict[str, Any]:
+    """Return a row about the last chunk of ``S`` tokens for one KV head, in MB.
+
+    Each operation reads its inputs once and writes its outputs. ``dense`` is dense attention over all keys, ``work``
+    the share of dense attention's multiplications in the whole prompt, and ``break_even`` the number of saved
+    operations per added byte.
+    """
+    layout = GATHER.layout(S, S)
+    last = layout.pieces[-1]
+    seen: list[dict[str, Any]] = []
+    q, k, v = (mx.zeros((1, heads, n, D), mx.float16) for heads, n in ((GROUP, GATHER.chunk), (1, S), (1, S)))
+    mx.export_function(seen.append, gathered, q, k, v)
+    launches, moved = 1, 2 * D * ITEM * (GROUP * GATHER.chunk + last.kept + GATHER.chunk)  # the attention
+    sizes: dict[str, int] = {}
+    for each in (event for event in seen if event["type"] == "primitive"):
+        inputs = [sizes.get(name, prod(shape) * dtype.size) for name, shape, dtype in each["inputs"]]
+        outputs = {name: prod(shape) * dtype.size for name, shape, dtype in each["outputs"]}
+        sizes |= dict.fromkeys(outputs, inputs[0]) if each["name"] == "Broadcast" else outputs
+        if each["name"] not in VIEWS:
+            launches += 1
+            moved += sum(inputs) + sum(outputs.values())
+    saved = sum(piece.sparse * (piece.earlier - piece.kept) for piece in layout.pieces)
+    sampled = sum(min(GATHER.samples, piece.stop - piece.start) * piece.earlier for piece in layout.pieces)
+    dense = 2 * D * ITEM * (GROUP * GATHER.chunk + S)
+    fewer = 2 * D * GROUP * (2 * last.sparse * (last.earlier - last.kept) - GATHER.samples * S)
+    return {
+        "key": f"traffic/gather/{GROUP}x1x{D}/{S}/megabytes",
+        "model": f"{GROUP}x1x{D} float16",
+        "task": "prefill",
+        "method": str(GATHER),
+        "context": S,
+        "examples": 1,
+        "metric": "megabytes",
+        "mean": moved / MB,
+        "sem": None,
+        "launches": launches,
+        "dense": dense / MB,
+        "break_even": fewer / (moved - dense),
+        "work": 1 - (saved - sampled / 2) / layout.causal_pairs,
+        **origin("traffic.py", ["gather"], "mlx"),
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*METHODS, []], help=", ".join(METHODS))
+    names = [*METHODS, "gather"]
+    parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*names, []], help=", ".join(names))
     args = parser.parse_args(argv)
     if sys.platform != "linux":
         parser.error(f"expected Linux, where the harness of tests/msl runs, got {sys.platform}.")
-    for method in tqdm(args.methods or METHODS, unit="method", disable=None):
-        print(json.dumps(count(method)))
+    for method in tqdm(args.methods or names, unit="method", disable=None):
+        for row in map(count_gather, GATHER_KEYS) if method == "gather" else [count(method)]:
+            print(json.dumps(row))
     return 0
 
 

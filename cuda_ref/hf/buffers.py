@@ -49,13 +49,10 @@ class Buffers:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append ``keys`` and ``values (B, Hkv, L, D)``."""
         for rows, buffer in ((keys, self.keys), (values, self.values)):
-            B, Hkv, L, D = rows.shape
-            if (B, Hkv, D, rows.dtype) != (
-                *buffer.shape[:2],
-                buffer.shape[3],
-                buffer.dtype,
-            ):  # torch would broadcast these rows
-                wanted = f"(B={len(buffer)}, Hkv={buffer.shape[1]}, L={L}, D={buffer.shape[3]}) in {buffer.dtype}"
+            B, Hkv, _, D = buffer.shape
+            L = rows.shape[2]
+            if rows.shape != (B, Hkv, L, D) or rows.dtype != buffer.dtype:  # torch would broadcast these rows
+                wanted = f"(B={B}, Hkv={Hkv}, L={L}, D={D}) in {buffer.dtype}"
                 raise ShapeError(
                     f"past_key_values: expected rows {wanted}, got {tuple(rows.shape)} in {rows.dtype}. "
                     "Create a new SparQCache for another batch or model."

@@ -92,15 +92,12 @@ def attend(
 
     The keys are split among programs, whose results are merged exactly.
 
+    See `mlx_sparse.core.attend.ops.attend_indices` for the shapes and the results.
+
     Args:
-        queries: ``(B, Hq, 1, D)``, contiguous.
-        keys, values: ``(B, Hkv, S, D)``, last stride 1.
+        queries: contiguous. ``keys`` and ``values`` have last stride 1.
         listed: the keys to attend to. If None, attend to all valid keys.
         reallocation: inputs for mixing in the mean value (sparq.10). If None, skip reallocation.
-
-    Returns:
-        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. If a query has no keys,
-        its out is 0 and its lse is -inf.
     """
     B, Hq, _, D = queries.shape
     Hkv, S = keys.shape[1:3]

@@ -24,17 +24,9 @@ def attend_blocks(
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute exact causal attention of each row block to its listed key blocks (sample.8).
+    """Compute exact causal attention of each row block to its listed key blocks, or to all key blocks (sample.8).
 
-    Args:
-        queries: ``(B, Hq, L, D)``; the position of query i is ``S - L + i``.
-        keys, values: ``(B, Hkv, S, D)``.
-        blocks: ``(B, Hq, R, N)`` int, ascending. A number that is not a key block is an empty slot. If None, all key
-            blocks are selected.
-
-    Returns:
-        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. If a query has no keys,
-        its out is 0 and its lse is -inf.
+    `mlx_sparse.core.blocks.ops.attend_blocks` describes the arguments and the results. The lists must be ascending.
     """
     layout = Layout(queries.shape[2], keys.shape[2], 1, block_size)
     if blocks is not None:

@@ -31,14 +31,8 @@ def saap_route(
 ) -> torch.Tensor:
     """Select the ``probes`` buckets that the group of each KV head visits (saap.8).
 
-    Args:
-        queries: ``(B, Hq, 1, D)`` before RoPE.
-        out_weight: ``(Hkv, H, C)``, or ``(Hkv, D, C)`` for a linear router (saap.5).
-        out_bias: ``(Hkv, C)``, or None.
-        hidden_weight, hidden_bias: ``(Hkv, D, H)`` and ``(Hkv, H)``, or None for a linear router.
-
-    Returns:
-        Ascending int32 bucket ids ``(B, Hkv, probes)``, padded with -1 if fewer buckets have a probability above 0.
+    `mlx_sparse.methods.saap.oracle.saap_route` describes the arguments and the result. The result is padded with -1 if
+    fewer buckets have a probability above 0.
     """
     queries, out_weight = queries.contiguous(), out_weight.contiguous()
     B, Hq = queries.shape[:2]

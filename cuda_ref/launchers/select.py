@@ -79,11 +79,7 @@ def block_size(S: int, top_k: int) -> int:
 def select(
     scores: GroupScores, S: int, *, top_k: int, local_window: int, left_padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
-
-    Returns:
-        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, padded with -1. Ties go to the lower index.
-    """
+    """Select keys by the summed softmax of each group (sparq.6). See `mlx_sparse.core.select.oracle.top_k_select`."""
     B, Hkv, G, stride = scores.logits.shape
     device = scores.logits.device
     BLOCK = block_size(S, top_k)

@@ -193,7 +193,7 @@ class SparseBatch(SparseCache):
         adopt(other)
         with self._changing(), other._changing():
             self._full_samples = self._samples_by_sequence + other._samples_by_sequence
-            self._moved(lambda method, state: state.join(self, other.aux_states.get(method), other))
+            self._moved(lambda method, state: state.merge([(state, self), (other.aux_states.get(method), other)]))
             super().extend(other)  # type: ignore[misc]
 
     def extract(self, idx: int) -> object:

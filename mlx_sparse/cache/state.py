@@ -18,9 +18,9 @@ class State(ABC):
 
     In the method's first decode step, the cache creates the state and passes no arguments. If a state can be rebuilt
     from keys and values, its class must implement only `nbytes`, `rewind` and `bind`. mlx-lm may quantize the rows of a
-    cache (`pack`) and change the sequences of a batch (`filter`, `extract`, `roll`, `join`, `merge`). A subclass can
-    override these methods to return the updated state. The methods of the base class return None, and the cache
-    then drops the state. The next decode step creates a new state.
+    cache (`pack`) and change the sequences of a batch (`filter`, `extract`, `roll`, `merge`). A subclass can override
+    these methods to return the updated state. The methods of the base class return None, and the cache then drops the
+    state. The next decode step creates a new state.
 
     Attributes:
         listening: True during a forward pass in which the cache must store newly written keys in ``received``.
@@ -65,24 +65,17 @@ class State(ABC):
         return None
 
     def extract(self, sequence: int, length: int, start: int) -> State | None:
-        """Return a new state for one sequence and rows ``[start, length)``, or None. Leave this state unchanged."""
-        return None
+        """Return a new state for one sequence and rows ``[start, length)``, or None. Leave this state unchanged.
+
+        Override this method if `filter` changes the state in place.
+        """
+        return self.filter([sequence], length, start)
 
     def roll(self, padding: mx.array | None, length: int) -> State | None:
         """Return the state after mlx-lm converts right padding to left padding, or None to drop the state.
 
         The last ``padding (B,)`` of the ``length`` rows move to the front. If ``padding`` is None, no rows move. Then
         mlx-lm is about to pad on the right, or there was no padding.
-        """
-        return None
-
-    def join(self, cache: Cache, theirs: State | None, other: Cache) -> State | None:
-        """Return the state for ``cache`` after the sequences of ``other`` are appended, or None to drop the state.
-
-        All sequences end at the same row. mlx-lm appends the sequences after this call.
-
-        Args:
-            theirs: state of the method for ``other``; None if ``other`` has no such state.
         """
         return None
 

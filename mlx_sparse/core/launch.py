@@ -163,7 +163,7 @@ def row_template(row_format: RowFormat) -> dict[str, int]:
 
 def padding_or_zeros(left_padding: mx.array | None, B: int) -> mx.array:
     """Return ``left_padding (B,)`` as int32, or an array of zeros if ``left_padding`` is None."""
-    return _zeros(B) if left_padding is None else left_padding.astype(mx.int32)
+    return repeated(B, 0) if left_padding is None else left_padding.astype(mx.int32)
 
 
 @cache
@@ -172,6 +172,7 @@ def unread() -> mx.array:
     return mx.array([0.0], mx.float32)
 
 
-@lru_cache(maxsize=16)
-def _zeros(B: int) -> mx.array:
-    return mx.array([0] * B, mx.int32)
+@lru_cache(maxsize=256)
+def repeated(B: int, number: int) -> mx.array:
+    """Return ``number`` for each of ``B`` sequences as a cached int32 array ``(B,)``."""
+    return mx.array([number] * B, mx.int32)

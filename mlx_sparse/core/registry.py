@@ -34,7 +34,8 @@ FOREIGN: Mapping[str, str] = {
     "triton": "it takes torch tensors: call the same function in mlx_sparse.cuda_ref",
     **dict.fromkeys(("onnx", "ort"), "it runs exported files: export-onnx, then mlx-sparse run-onnx"),
 }
-# Backends that take whole cache buffers and a `length`, because MLX would copy a slice on every call.
+# Backends that take whole cache buffers ``(B, Hkv, capacity, D)`` and a `length`, because MLX would copy a slice on
+# every call. The first `length` rows are in use, and the last of them belong to the queries.
 WHOLE_BUFFERS = frozenset({"cpu", "metal"})
 # Files that are searched for a function or class, if they are not core/ROOM/KIND.py and methods/ROOM/KIND.py. The first
 # file that defines a name counts.
@@ -58,10 +59,8 @@ def unavailable(backend: str) -> str | None:
     """Return the reason why ``backend`` cannot run on this machine, or None."""
     if backend not in BACKENDS:
         return f"unknown; this version has {', '.join(BACKENDS)}.{did_you_mean(backend, BACKENDS)}".removesuffix(".")
-    if backend == "cpu":
-        return _no_cpu()
-    if backend == "metal":
-        return _no_metal()
+    if backend in WHOLE_BUFFERS:
+        return _not_default(backend)
     if backend == "triton":
         return _ask("cuda_ref.availability")
     if backend in ("onnx", "ort"):
@@ -69,21 +68,16 @@ def unavailable(backend: str) -> str | None:
     return not_installed("mlx") if backend == "ops" else None
 
 
-def _no_cpu() -> str | None:
+def _not_default(backend: str) -> str | None:
+    """Return the reason why kernels for MLX's default device, "cpu" or "metal", cannot run on this machine, or None."""
     try:
         import mlx.core as mx
     except ImportError:
         return "MLX cannot be imported; run `mlx-sparse doctor` for details"
-    if mx.default_device().type != mx.DeviceType.cpu:
-        return "the default device is not the CPU; call mx.set_default_device(mx.cpu)"
-    return native.unavailable()
-
-
-def _no_metal() -> str | None:
-    try:
-        import mlx.core as mx
-    except ImportError:
-        return "MLX cannot be imported; run `mlx-sparse doctor` for details"
+    if backend == "cpu":
+        if mx.default_device().type != mx.DeviceType.cpu:
+            return "the default device is not the CPU; call mx.set_default_device(mx.cpu)"
+        return native.unavailable()
     if not mx.metal.is_available():
         return "MLX finds no Metal GPU on this machine"
     if mx.default_device() != mx.gpu:
@@ -149,12 +143,7 @@ def refusal(backend: str, function: str, reason: str | None = None) -> str | Non
 
 
 def require(backend: str, function: str, reason: str | None = None) -> None:
-    """Raise an error if ``backend`` cannot run ``function`` on MLX arrays on this machine.
-
-    If ``backend`` is "auto", do nothing.
-
-    Args:
-        reason: reason that the caller has already found; None if the caller has found no reason.
+    """Raise an error if ``backend`` is not "auto" and has a `refusal`.
 
     Raises:
         BackendUnavailable: the backend cannot run the function. A call never falls back to another backend.
@@ -168,12 +157,7 @@ def resolve(backend: str, function: str, *, D: int, G: int, bits: int | None = N
     """Return the name of the backend that runs ``function`` for the given sizes.
 
     "auto" selects metal or cpu if it supports the function and can run on this machine, and ops otherwise.
-
-    Args:
-        D: head dim.
-        G: number of query heads per KV head.
-        bits: number of bits per component of a quantized KV cache; None if the cache is not quantized.
-        Dv: head dim of the values; 0 means D.
+    `unsupported` describes the sizes.
 
     Raises:
         BackendUnavailable: ``backend`` is not "auto" and cannot run the function on this machine.

@@ -114,11 +114,6 @@ struct Attention {
     }
     return bias.data;
   }
-  // A block of KV head h without keys. It keeps a pointer to the bias.
-  Keys block_of(int64_t b, int64_t h, const int32_t* index, const Bias& of) const {
-    const void *k = row(keys, D, b, h, 0), *v = row(values, Dv, b, h, 0);
-    return {k, v, index, 0, 0, 0, nullptr, nullptr, of.data ? &of : nullptr};
-  }
   const TypeKernels& query_kernels() const { return kernels->type[query_type]; }
 };
 
@@ -175,6 +170,11 @@ struct Span {
 // Allocates empty rows for the running softmax of `count` queries. load_queries converts the query rows.
 Rows take_rows(Scratch&, int64_t count, const Attention&);
 size_t rows_bytes(int64_t count, const Attention&);
+
+// Attends to keys [low, high) of a head, or to the keys that these entries of `listed` name. Every row attends to all of
+// these keys. `scores` needs space for kBlock numbers per row.
+void attend_keys(const Attention&, const Rows&, int64_t b, int64_t h, Span keys, float* scores,
+                 const int32_t* listed = nullptr);
 
 // Log-sum-exp of a row of a running softmax.
 float lse_of(float top, float sum);

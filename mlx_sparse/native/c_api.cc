@@ -160,7 +160,7 @@ EXPORTED const char* mlx_sparse_indices(const SparseAttention* given, const Spar
     const Call a(checked(given));
     const int64_t N = checked(lists).N;
     require(a.L == 1, "L", "1");
-    check_sizes(1, {N});
+    check_sizes(0, {N});
     const int32_t* indices = data<int32_t>(lists->indices, "indices", {a.B, a.Hkv, N});
     const int32_t* counts = lists->counts.data ? data<int32_t>(lists->counts, "counts", {a.B, a.Hkv}) : nullptr;
     const auto listed = [&](int64_t b, int64_t h, int32_t* to) {
@@ -181,7 +181,8 @@ EXPORTED const char* mlx_sparse_blocks(const SparseAttention* given, const Spars
   return guarded([&] {
     const Call a(checked(given));
     const int64_t N = checked(lists).N, size = lists->block_size;
-    check_sizes(1, {N, size});
+    check_sizes(0, {N});
+    check_sizes(1, {size});
     const int64_t R = (given->length - 1) / size - (given->length - a.L) / size + 1;
     attend_blocks(a, data<int32_t>(lists->indices, "indices", {a.B, a.Hq, R, N}), N, size, Threads::shared());
   });

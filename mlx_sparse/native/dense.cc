@@ -11,18 +11,6 @@ namespace {
 constexpr int64_t kRows = 128;        // query rows per block, for all heads of the group together
 constexpr int64_t kLeastKeys = 1024;  // minimum keys per split; a smaller split costs more time than it saves
 
-// Attends to keys [low, high) of a head, for rows that attend to all of these keys.
-void attend_all(const Attention& a, const Rows& rows, int64_t b, int64_t h, Span keys, float* scores) {
-  const Bias bias = a.group_bias(b, h);
-  Keys block = a.block_of(b, h, nullptr, bias);
-  for (int64_t j = keys.low; j < keys.high; j += kBlock) {
-    block.first = j;
-    block.count = int(std::min<int64_t>(kBlock, keys.high - j));
-    block.next = int(std::min<int64_t>(kBlock, keys.high - j - block.count));
-    a.typed().attend(rows, block, scores);
-  }
-}
-
 void attend_one_query(const Attention& a, const Pool& pool) {
   const int64_t heads = a.B * a.Hkv, G = a.G();
   int64_t longest = 0;
@@ -37,7 +25,7 @@ void attend_one_query(const Attention& a, const Pool& pool) {
       Scratch scratch(Scratch::kTask, bytes);
       const Rows rows = take_rows(scratch, G, a);
       load_queries(a, rows, b, h, 0, 1);
-      attend_all(a, rows, b, h, span(a, b, 0), scratch.take<float>(G * kBlock));
+      attend_keys(a, rows, b, h, span(a, b, 0), scratch.take<float>(G * kBlock));
       store_rows(a, rows, b, h, 0, 1);
     });
     return;
@@ -52,7 +40,7 @@ void attend_one_query(const Attention& a, const Pool& pool) {
     const int64_t low = std::min(keys.high, keys.low + part * size);
     Scratch scratch(Scratch::kTask, Scratch::size<float>(G * kBlock));
     load_queries(a, all[i], b, h, 0, 1);
-    attend_all(a, all[i], b, h, {low, std::min(keys.high, low + size)}, scratch.take<float>(G * kBlock));
+    attend_keys(a, all[i], b, h, {low, std::min(keys.high, low + size)}, scratch.take<float>(G * kBlock));
   });
   pool.run(heads, [&](int64_t i) {
     merge(all + i * parts, parts);
@@ -80,6 +68,20 @@ void attend_prompt(const Attention& a, const Pool& pool) {
 }
 
 }  // namespace
+
+void attend_keys(const Attention& a, const Rows& rows, int64_t b, int64_t h, Span keys, float* scores,
+                 const int32_t* listed) {
+  const Bias bias = a.group_bias(b, h);
+  Keys block{a.row(a.keys, a.D, b, h, 0), a.row(a.values, a.Dv, b, h, 0), nullptr, 0, 0, 0, nullptr, nullptr};
+  if (bias.data) block.bias = &bias;
+  for (int64_t j = keys.low; j < keys.high; j += kBlock) {
+    block.first = j;
+    if (listed) block.index = listed + j;
+    block.count = int(std::min<int64_t>(kBlock, keys.high - j));
+    block.next = int(std::min<int64_t>(kBlock, keys.high - j - block.count));
+    a.typed().attend(rows, block, scores);
+  }
+}
 
 void load_queries(const Attention& a, const Rows& rows, int64_t b, int64_t h, int64_t i0, int64_t n) {
   const char* query = static_cast<const char*>(a.query) + a.group_offset(a.D, b, h);
@@ -150,16 +152,8 @@ constexpr int64_t kLeastListed = 512;  // minimum keys per split of a list
 
 void attend_listed(const Attention& a, const Rows& rows, int64_t b, int64_t h, const int32_t* listed, int64_t count) {
   Scratch scratch(Scratch::kTask, Scratch::size<float>(rows.count * kBlock));
-  float* weights = scratch.take<float>(rows.count * kBlock);
   load_queries(a, rows, b, h, 0, 1);
-  const Bias bias = a.group_bias(b, h);
-  Keys block = a.block_of(b, h, listed, bias);
-  for (int64_t i = 0; i < count; i += kBlock) {
-    block.index = listed + i;
-    block.count = int(std::min<int64_t>(kBlock, count - i));
-    block.next = int(std::min<int64_t>(kBlock, count - i - block.count));
-    a.typed().attend(rows, block, weights);
-  }
+  attend_keys(a, rows, b, h, {0, count}, scratch.take<float>(rows.count * kBlock), listed);
 }
 
 }  // namespace

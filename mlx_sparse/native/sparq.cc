@@ -79,14 +79,7 @@ void Step::finish(const Head& head, const int32_t* best, int64_t count, Scratch&
     std::copy(chosen, chosen + count, out);
     std::fill(out + count, out + s.slots, -1);
   }
-  const Bias bias = a.group_bias(head.b, head.h);
-  Keys block = a.block_of(head.b, head.h, chosen, bias);
-  for (int64_t i = 0; i < count; i += kBlock) {
-    block.index = chosen + i;
-    block.count = int(std::min<int64_t>(kBlock, count - i));
-    block.next = int(std::min<int64_t>(kBlock, count - i - block.count));
-    a.typed().attend(head.rows, block, weights);
-  }
+  attend_keys(a, head.rows, head.b, head.h, {0, count}, weights, chosen);
   float recall = 0;
   for (int64_t g = 0; g < G; g++) {
     const float sum = head.rows.sum[g], factor = sum == 0 ? 0 : 1 / sum;

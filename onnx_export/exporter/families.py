@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,9 +21,6 @@ from mlx_lm.utils import MODEL_REMAPPING
 from mlx_sparse.checks import ConfigError, did_you_mean
 
 from .quantized import BITS, REMAKE, REMEDY
-
-if TYPE_CHECKING:
-    from mlx import nn
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,9 +14,6 @@ from mlx_sparse.checks import ArtefactError, ConfigError
 
 from .graph import MICROSOFT, Graph
 from .quantized import Blocks, blocks
-
-if TYPE_CHECKING:
-    from mlx import nn
 
 QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
@@ -93,17 +90,10 @@ class Weights:
             rows = g.op("Add", rows, g.op("Unsqueeze", g.op("Gather", offsets, ids), g.constant([-1])))
 
         def head(x: str) -> str:
-            flat = [
-                (
-                    (
-                        data,
-                        g.op("Reshape", scales, g.constant([-1])),
-                        g.weight(f"{name}.zero_points_of_rows.{i}", zeros),
-                    ),
-                    attributes,
-                )
-                for i, (data, scales, zeros, attributes) in enumerate(planes)
-            ]
+            flat: list[tuple[Any, dict[str, Any]]] = []
+            for i, (data, scales, zeros, attributes) in enumerate(planes):
+                in_line = g.op("Reshape", scales, g.constant([-1]))
+                flat.append(((data, in_line, g.weight(f"{name}.zero_points_of_rows.{i}", zeros)), attributes))
             return self._sum_of_products(x, flat, offsets)
 
         return g.op("Reshape", rows, g.constant([0, 0, -1])), head

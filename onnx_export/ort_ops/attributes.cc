@@ -14,9 +14,6 @@ constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
 using std::to_string;
 
-// Attributes of files from before the first release, and the largest value that means what the library does now.
-constexpr std::pair<const char*, int64_t> kRemoved[] = {{"group_reduce", 0}, {"verify_queries", 1}};
-
 // Ranges of integer attributes. An attribute that is not listed is at least 1.
 struct Range {
   const char* name;
@@ -47,14 +44,6 @@ Attributes read_attributes(const Signature& signature, const ort::Api* api, cons
   };
   if (const int64_t spec = integer("spec"); spec != kSpec) {
     fail("spec", to_string(kSpec) + ", the version of this library", to_string(spec));
-  }
-  for (const auto& [name, highest] : kRemoved) {
-    int64_t value = 0;
-    if (ort::Status* status = ort::GetAttributeInt::call(api, info, name, &value)) {
-      ort::ReleaseStatus::call(api, status);  // files of this version do not have the attribute
-    } else if (value > highest) {
-      fail(name, "none (the feature was removed; export the model again)", to_string(value));
-    }
   }
   const auto number = [&](const char* name) {
     float value = 0;

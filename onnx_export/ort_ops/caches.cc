@@ -59,17 +59,25 @@ void Caches::make(const Context& context, Append& append, int key_at, int value_
   append.present_value = context.output(value_at, shape);
 }
 
-Attention attention_over(const Attributes& attributes, const Context& context, const Caches& caches,
-                         const Append& append, const Tensor& query, const Tensor& padding, int64_t* length) {
-  Attention a = attention_of(attributes, context);
+CachedCall::CachedCall(const Attributes& attributes, const Context& context, int past_key_at, int past_value_at,
+                       int past_length_at)
+    : caches(context, 1, past_key_at, past_value_at, past_length_at),
+      append(caches.append(context)),
+      lengths(caches.key.shape[0]),
+      a(attention_of(attributes, context)) {
+  const Tensor query = context.input(0, "query", 'T'), padding = context.input(past_length_at + 1, "left_padding", 'i');
   set_sizes(a, query, caches.past_key);
   caches.key.expect({a.B, a.Hkv, a.L, a.D});
   padding.expect({a.B});
   check_padding(padding);
-  for (int64_t b = 0; b < a.B; b++) length[b] = append.past_length[b] + a.L;
-  a.query = query.data, a.keys = append.present_key, a.values = append.present_value;
-  a.first = padding.ints(), a.length = length, a.append = &append;
-  return a;
+  for (int64_t b = 0; b < a.B; b++) lengths.all[b] = append.past_length[b] + a.L;
+  a.query = query.data, a.first = padding.ints(), a.length = lengths.all, a.append = &append;
+  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
+}
+
+void CachedCall::make(const Context& context, int key_at, int value_at) {
+  caches.make(context, append, key_at, value_at);
+  a.keys = append.present_key, a.values = append.present_value;
 }
 
 SampleSettings sample_of(const Attributes& attributes) {

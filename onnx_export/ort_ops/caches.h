@@ -50,9 +50,19 @@ struct Caches {
   void make(const Context&, Append&, int key_at, int value_at) const;
 };
 
-// Returns the attention over the caches of `append`. `length` needs space for B numbers.
-Attention attention_over(const Attributes&, const Context&, const Caches&, const Append&, const Tensor& query,
-                         const Tensor& padding, int64_t* length);
+// A call of an operator that appends to caches and attends: its caches, and its attention with the output 0. The inputs
+// query and key are at 0 and 1, and left_padding is after past_length. The attention refers to the other members.
+struct CachedCall {
+  const Caches caches;
+  Append append;
+  const Lengths lengths;
+  Attention a;
+
+  CachedCall(const Attributes&, const Context&, int past_key_at, int past_value_at, int past_length_at);
+  CachedCall(const CachedCall&) = delete;
+  // Allocates the outputs present_key and present_value, and attends to them.
+  void make(const Context&, int key_at, int value_at);
+};
 
 SampleSettings sample_of(const Attributes&);
 

@@ -19,75 +19,63 @@ void clamp_selection(SparQ& s, int64_t most) {
   s.local_window = std::min(s.local_window, s.top_k);
 }
 
-void compute_sparq(const Attributes& attributes, const Context& context) {
+// Returns the attention of the input 0, query, to buffers of the caller: the inputs 1, keys, and `values_at`, values. The
+// inputs left_padding and length are at `padding_at` and after it.
+Attention attention_over_buffers(const Attributes& attributes, const Context& context, int values_at, int padding_at) {
   const Tensor query = context.input(0, "query", 'T'), keys = context.input(1, "keys", 'T');
-  const Tensor keys_t = context.input(2, "keys_t", 'T'), values = context.input(3, "values", 'T');
-  const Tensor padding = context.input(4, "left_padding", 'i'), length = context.input(5, "length", 'i');
-  const Tensor mean = context.input(6, "value_mean", 'f'), deviation = context.input(7, "deviation", 'f');
+  const Tensor values = context.input(values_at, "values", 'T');
+  const Tensor padding = context.input(padding_at, "left_padding", 'i');
+  const Tensor length = context.input(padding_at + 1, "length", 'i');
   Attention a = attention_of(attributes, context);
   set_sizes(a, query, keys);
-  query.expect({a.B, a.Hq, 1, a.D});
-  keys_t.expect({a.B, a.Hkv, -1, a.D, -1});
   values.expect({a.B, a.Hkv, a.C, a.D});
   padding.expect({a.B});
   length.expect({a.B});
+  check_padding(padding);
+  check_range(length, 0, a.C, "the capacity");
+  a.query = query.data, a.keys = keys.data, a.values = values.data, a.first = padding.ints(), a.length = length.ints();
+  return a;
+}
+
+// Runs a decode step of SparQ, whose scoring keys have space for `scored` keys per row, and returns the selected keys.
+void attend_step(const Context& context, Attention& a, SparQ& s, int64_t scored) {
+  context.input(0, "query", 'T').expect({a.B, a.Hq, 1, a.D});
+  s.slots = std::min(s.top_k, scored);
+  clamp_selection(s, longest_of(a));
+  a.output = context.output(0, {a.B, a.Hq, 1, a.D});
+  s.indices = static_cast<int32_t*>(context.output(1, {a.B, a.Hkv, s.slots}));
+  attend_sparsely(a, s, SessionPool(context));
+}
+
+void compute_sparq(const Attributes& attributes, const Context& context) {
+  const Tensor keys_t = context.input(2, "keys_t", 'T'), length = context.input(5, "length", 'i');
+  const Tensor mean = context.input(6, "value_mean", 'f'), deviation = context.input(7, "deviation", 'f');
+  Attention a = attention_over_buffers(attributes, context, 3, 4);
+  keys_t.expect({a.B, a.Hkv, -1, a.D, -1});
   mean.expect({a.B, a.Hkv, a.D});
   deviation.expect({a.B, a.Hkv, a.D});
   const int64_t lanes = keys_t.shape[4], chunks = keys_t.shape[2];
   if (lanes > kMost || chunks > kMost) fail("keys_t", "axes below 2**31", to_string(std::max(lanes, chunks)));
-  check_padding(padding);
   check_range(length, 0, std::min(a.C, chunks * lanes), "the keys that fit in keys and keys_t");
-  a.query = query.data, a.keys = keys.data, a.values = values.data, a.first = padding.ints(), a.length = length.ints();
   SparQ s = sparq_of(attributes, a.D);
-  const int64_t longest = longest_of(a), touched = std::max<int64_t>(1, (longest + lanes - 1) / lanes);
   s.keys_t = keys_t.data, s.lanes = lanes, s.plane = chunks * a.D * lanes;
   s.value_mean = mean.floats(), s.deviation = deviation.floats();
-  s.slots = std::min(s.top_k, touched * lanes);
-  clamp_selection(s, longest);
-  a.output = context.output(0, {a.B, a.Hq, 1, a.D});
-  s.indices = static_cast<int32_t*>(context.output(1, {a.B, a.Hkv, s.slots}));
-  attend_sparsely(a, s, SessionPool(context));
+  attend_step(context, a, s, std::max<int64_t>(1, (longest_of(a) + lanes - 1) / lanes) * lanes);
 }
 
 void compute_sparq_coded(const Attributes& attributes, const Context& context) {
-  const Tensor query = context.input(0, "query", 'T'), keys = context.input(1, "keys", 'T');
-  const Tensor codes = context.input(2, "key_codes", 'u'), values = context.input(3, "values", 'T');
-  const Tensor summary = context.input(4, "summary", 'f');
-  const Tensor padding = context.input(5, "left_padding", 'i'), length = context.input(6, "length", 'i');
-  Attention a = attention_of(attributes, context);
-  set_sizes(a, query, keys);
+  const Tensor codes = context.input(2, "key_codes", 'u'), summary = context.input(4, "summary", 'f');
+  Attention a = attention_over_buffers(attributes, context, 3, 5);
   SparQ s = sparq_of(attributes, a.D);
   const int64_t groups = CodedKeys::groups_of(a.C);
-  query.expect({a.B, a.Hq, 1, a.D});
   codes.expect({a.B, a.Hkv * a.D, groups, kRecord});
-  values.expect({a.B, a.Hkv, a.C, a.D});
   summary.expect({a.B, 3 * a.Hkv, a.D});
-  padding.expect({a.B});
-  length.expect({a.B});
-  check_padding(padding);
-  check_range(length, 0, a.C, "the capacity");
-  a.query = query.data, a.keys = keys.data, a.values = values.data, a.first = padding.ints(), a.length = length.ints();
   s.codes = CodePlanes::of_records(codes.bytes(), groups), s.summary = summary.floats();
-  const int64_t longest = longest_of(a);
-  s.slots = std::min(s.top_k, std::max<int64_t>(1, longest));
-  clamp_selection(s, longest);
-  a.output = context.output(0, {a.B, a.Hq, 1, a.D});
-  s.indices = static_cast<int32_t*>(context.output(1, {a.B, a.Hkv, s.slots}));
-  attend_sparsely(a, s, SessionPool(context));
+  attend_step(context, a, s, std::max<int64_t>(1, longest_of(a)));
 }
 
 void compute_dense(const Attributes& attributes, const Context& context) {
-  const Tensor query = context.input(0, "query", 'T'), keys = context.input(1, "keys", 'T');
-  const Tensor values = context.input(2, "values", 'T');
-  const Tensor padding = context.input(3, "left_padding", 'i'), length = context.input(4, "length", 'i');
-  Attention a = attention_of(attributes, context);
-  set_sizes(a, query, keys);
-  values.expect({a.B, a.Hkv, a.C, a.D});
-  padding.expect({a.B});
-  length.expect({a.B});
-  check_padding(padding);
-  check_range(length, 0, a.C, "the capacity");
-  a.query = query.data, a.keys = keys.data, a.values = values.data, a.first = padding.ints(), a.length = length.ints();
+  Attention a = attention_over_buffers(attributes, context, 2, 3);
   a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
   attend_densely(a, SessionPool(context));
 }
@@ -125,15 +113,9 @@ void compute_sample(const Attributes& attributes, const Context& context) {
 }
 
 void compute_cached(const Attributes& attributes, const Context& context) {
-  const Tensor query = context.input(0, "query", 'T'), padding = context.input(6, "left_padding", 'i');
-  const Caches caches(context, 1, 3, 4, 5);
-  Append append = caches.append(context);
-  Lengths lengths(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
-  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  caches.make(context, append, 1, 2);
-  a.keys = append.present_key, a.values = append.present_value;
-  attend_prompt(attributes, a, SessionPool(context));
+  CachedCall call(attributes, context, 3, 4, 5);
+  call.make(context, 1, 2);
+  attend_prompt(attributes, call.a, SessionPool(context));
 }
 
 // Reads the further caches of SparQ, and allocates their outputs. While the longest row has fewer than `dense_below`
@@ -146,9 +128,7 @@ void add_sparq_caches(const Attributes& attributes, const Context& context, Appe
   past_key_t.expect({B, Hkv, C, D});
   past_sums.expect({B, Hkv, 3, D});
   if (C % lanes) fail("lanes", "a divisor of the capacity C=" + to_string(C), to_string(lanes));
-  append.present_key = context.output(1, {B, Hkv, C, D});
   void* present_key_t = context.output(2, {B, Hkv, C, D});
-  append.present_value = context.output(3, {B, Hkv, C, D});
   append.present_sums = static_cast<float*>(context.output(4, {B, Hkv, 3, D}));
   append.past_key_t = past_key_t.data, append.past_sums = past_sums.floats();
   append.lanes = lanes, append.first = a.first;
@@ -156,47 +136,40 @@ void add_sparq_caches(const Attributes& attributes, const Context& context, Appe
   append.all = longest_of(a) - a.L < below && below > 0;
 }
 
-void compute_sparq_attention(const Attributes& attributes, const Context& context) {
-  const Tensor query = context.input(0, "query", 'T'), padding = context.input(8, "left_padding", 'i');
-  const Caches caches(context, 1, 3, 5, 7);
-  Append append = caches.append(context);
-  Lengths lengths(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
-  SparQ s = sparq_of(attributes, a.D);
-  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  add_sparq_caches(attributes, context, append, a);
-  a.keys = append.present_key, a.values = append.present_value;
+// Attends with the new tokens, sparsely in a decode step over enough keys.
+void attend_cached(const Attributes& attributes, const Context& context, Attention& a, SparQ& s) {
   const SessionPool pool(context);
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
-  s.keys_t = append.present_key_t, s.lanes = attributes["lanes"], s.plane = a.C * a.D;
-  s.sums = append.present_sums;
   clamp_selection(s, longest_of(a));
   attend_sparsely(a, s, pool);
 }
 
+void compute_sparq_attention(const Attributes& attributes, const Context& context) {
+  CachedCall call(attributes, context, 3, 5, 7);
+  Append& append = call.append;
+  SparQ s = sparq_of(attributes, call.a.D);
+  call.make(context, 1, 3);
+  add_sparq_caches(attributes, context, append, call.a);
+  s.keys_t = append.present_key_t, s.lanes = attributes["lanes"], s.plane = append.C * append.D;
+  s.sums = append.present_sums;
+  attend_cached(attributes, context, call.a, s);
+}
+
 void compute_sparq_coded_attention(const Attributes& attributes, const Context& context) {
-  const Tensor query = context.input(0, "query", 'T'), padding = context.input(8, "left_padding", 'i');
   const Tensor past_codes = context.input(4, "past_key_codes", 'u'), past_summary = context.input(6, "past_summary", 'f');
-  const Caches caches(context, 1, 3, 5, 7);
-  Append append = caches.append(context);
-  Lengths lengths(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
+  CachedCall call(attributes, context, 3, 5, 7);
+  Attention& a = call.a;
   SparQ s = sparq_of(attributes, a.D);
-  CodedKeys coded(append, a.first, s.by_key);
+  CodedKeys coded(call.append, a.first, s.by_key);
   past_codes.expect({a.B, a.Hkv * a.D, coded.groups(), kRecord});
   past_summary.expect({a.B, 3 * a.Hkv, a.D});
-  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  caches.make(context, append, 1, 3);
-  a.keys = append.present_key, a.values = append.present_value;
+  call.make(context, 1, 3);
   coded.past = past_codes.bytes(), coded.past_summary = past_summary.floats();
   coded.present = static_cast<uint8_t*>(context.output(2, {a.B, a.Hkv * a.D, coded.groups(), kRecord}));
   coded.summary = static_cast<float*>(context.output(4, {a.B, 3 * a.Hkv, a.D}));
-  append.callback = &coded;
-  const SessionPool pool(context);
-  if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
+  call.append.callback = &coded;
   s.codes = CodePlanes::of_records(coded.present, coded.groups()), s.summary = coded.summary;
-  clamp_selection(s, longest_of(a));
-  attend_sparsely(a, s, pool);
+  attend_cached(attributes, context, a, s);
 }
 
 }  // namespace

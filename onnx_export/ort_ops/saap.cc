@@ -16,16 +16,13 @@ void check_layer(const Tensor& weight, const Tensor& bias, int64_t Hkv, int64_t 
 }
 
 void compute_saap_attention(const Attributes& attributes, const Context& context) {
-  const Tensor query = context.input(0, "query", 'T'), padding = context.input(9, "left_padding", 'i');
   const Tensor query_before = context.input(3, "query_before", 'T'), key_before = context.input(4, "key_before", 'T');
   const Tensor past_ids = context.input(7, "past_bucket_ids", 's'), centroids = context.input(10, "centroids", 'W');
   const Tensor hidden_weight = context.input(11, "hidden_weight", 'W'),
                hidden_bias = context.input(12, "hidden_bias", 'W');
   const Tensor out_weight = context.input(13, "out_weight", 'W'), out_bias = context.input(14, "out_bias", 'W');
-  const Caches caches(context, 1, 5, 6, 8);
-  Append append = caches.append(context);
-  Lengths lengths(caches.key.shape[0]);
-  Attention a = attention_over(attributes, context, caches, append, query, padding, lengths.all);
+  CachedCall call(attributes, context, 5, 6, 8);
+  Attention& a = call.a;
   query_before.expect({a.B, a.Hq, a.L, a.D});
   key_before.expect({a.B, a.Hkv, a.L, a.D});
   past_ids.expect({a.B, a.Hkv, a.C});
@@ -39,16 +36,14 @@ void compute_saap_attention(const Attributes& attributes, const Context& context
   check_layer(hidden_weight, hidden_bias, a.Hkv, a.D, H);
   check_layer(out_weight, out_bias, a.Hkv, H ? H : a.D, N);
 
-  a.output = context.output(0, {a.B, a.Hq, a.L, a.D});
-  caches.make(context, append, 1, 2);
-  a.keys = append.present_key, a.values = append.present_value;
+  call.make(context, 1, 2);
   int16_t* ids = static_cast<int16_t*>(context.output(3, {a.B, a.Hkv, a.C}));
   Assign assign{};
   assign.kernels = a.kernels, assign.type = a.type, assign.weights = context.weights();
   assign.Hkv = a.Hkv, assign.L = a.L, assign.C = a.C, assign.D = a.D, assign.buckets = N;
-  assign.key = key_before.data, assign.centroids = centroids.data, assign.past_length = append.past_length;
+  assign.key = key_before.data, assign.centroids = centroids.data, assign.past_length = call.append.past_length;
   assign.past_ids = past_ids.shorts(), assign.present_ids = ids;
-  append.callback = &assign;
+  call.append.callback = &assign;
   const SessionPool pool(context);
   if (!chooses(attributes, a)) return attend_prompt(attributes, a, pool);
   s.buckets = N, s.hidden = H, s.weights = context.weights();

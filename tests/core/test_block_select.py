@@ -59,9 +59,9 @@ def test_a_given_width_builds_lists_lazily() -> None:
     """Build the lists as a graph, without any evaluation."""
     layout = Layout(300, 300, 4, 32)
     column = mx.random.uniform(shape=(1, 2, 4, layout.key_blocks))
-    lists = ops.select_blocks(column, column, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
+    lists = ops.select_blocks(column, column, layout, alpha_column=0.5, alpha_slash=0.5)
     assert lists.shape == (1, 2, layout.row_blocks, layout.key_blocks)
     traced = mx.compile(
-        lambda x: ops.select_blocks(x, x, layout, alpha_column=0.5, alpha_slash=0.5, width=layout.key_blocks)
+        lambda x: ops.select_blocks(x, x, layout, alpha_column=0.5, alpha_slash=0.5)
     )  # compilation fails if a value is needed
     assert mx.array_equal(traced(column), lists)

@@ -5,6 +5,7 @@ The printed reports match except for numbers.
 
 from __future__ import annotations
 
+import html
 import re
 import shlex
 import shutil
@@ -133,3 +134,12 @@ def test_printed_report_matches_except_for_numbers(page: str, options: str, fold
     done = forks.run(shlex.split(command), folder, (folder / "long.txt").read_text())
     lines = [shape(line) for line in done.err.splitlines()[2:] if "without drafts: " not in line]
     assert "\n".join(map(shape, report.splitlines())) in "\n".join(lines)
+
+
+@pytest.mark.skipif(BACKEND != "cpu", reason="the picture is from a CPU")
+def test_the_demos_picture_has_the_rows_of_try(folder: Path, forks: Forks) -> None:
+    picture = html.unescape(re.sub(r"<[^>]*>", "\n", (ROOT / "docs/demo.svg").read_text(encoding="utf-8")))
+    command = "mlx-sparse try MODEL --text notes.txt --question w3 --context 300 --max-tokens 2"
+    done = forks.run([*command.split(), "--attn", "sparq:top_k=64,dense_below=0"], folder, "")
+    rows = re.compile(r"^(\w[\w/ ]*?) {2,}\S", re.MULTILINE)
+    assert rows.findall(done.out) == rows.findall(picture.replace("\xa0", " "))

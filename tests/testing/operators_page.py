@@ -143,11 +143,11 @@ def _text(name: str) -> str:
 
 
 def _attribute(attribute: Any) -> str:
-    return f"* **{attribute.name}** : {attribute.type.__name__} — {attribute.doc}"
+    return f"* **{attribute.name}** ({attribute.type.__name__}): {attribute.doc}"
 
 
 def _line(tensor: Tensor) -> str:
-    return f"* **{tensor.name}** : {tensor.type} `({', '.join(tensor.axes.split())})` — {tensor.doc}"
+    return f"* **{tensor.name}** {tensor.type} `({', '.join(tensor.axes.split())})`: {tensor.doc}"
 
 
 if __name__ == "__main__":

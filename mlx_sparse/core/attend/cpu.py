@@ -20,23 +20,10 @@ def attend_indices(
     counts: mx.array | None = None,
     bias: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact attention of one query per head over the listed keys (sparq.7).
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-        indices, counts, bias: see `core.attend.ops.attend_indices`.
-
-    Returns:
-        ``out (B, Hq, 1, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, 1)``. If a list has only empty
-        slots, its out is 0 and its lse is -inf.
-    """
-    N = indices.shape[2]
-    if N == 0:
-        out = mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
-        return out, mx.full(queries.shape[:3], -mx.inf)
+    """Attend to the listed keys of whole buffers (sparq.7). See `core.attend.ops.attend_indices`."""
     if indices.itemsize > 4:  # a number outside int32 may not wrap to a key index
         indices = mx.where((indices >= 0) & (indices < keys.shape[2]), indices, -1)
-    lists = Lists(N)
+    lists = Lists(indices.shape[2])
     fill(lists, indices=indices.astype(mx.int32), counts=None if counts is None else counts.astype(mx.int32))
     return attend("indices", queries, keys, values, lists, scale=scale, length=length, bias=bias)
 

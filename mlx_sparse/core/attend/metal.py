@@ -16,6 +16,7 @@ from ..launch import (
     integer,
     parts_of,
     real,
+    repeated,
     row_template,
     unread,
 )
@@ -118,14 +119,9 @@ def attend_indices(
     counts: mx.array | None = None,
     bias: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact attention of one query per head over the listed keys (sparq.7).
+    """Attend to the listed keys of whole buffers (sparq.7). See `core.attend.ops.attend_indices`.
 
-    See `core.attend.ops.attend_indices` for the other arguments and the results.
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-            Both buffers are arrays, or both are quantized with the same bits and group size.
-        bias: ``(B, Hq, 1, length)``.
+    Both buffers are arrays, or both are quantized with the same bits and group size.
     """
     B, Hq, _, _ = queries.shape
     if indices.shape[2] == 0:
@@ -162,7 +158,7 @@ def attend_listed(
     (key_parts, row_format), (value_parts, other) = map(parts_of, rows)
     assert row_format == other
     listed = _narrow(indices, capacity)
-    used = _no_counts() if counts is None else counts.astype(mx.int32)
+    used = repeated(1, 0) if counts is None else counts.astype(mx.int32)
     sizes = Listed(B, Hq, Hkv, D, queries.dtype, length, scale, row_format, bias is not None)
     launch, added = _attending(sizes, N, counted, scored), unread() if bias is None else bias
     given = queries, *key_parts, *value_parts, listed
@@ -225,8 +221,3 @@ def attend_candidates(n: Listed, top_k: int) -> Launch:
         groups=(1, Hq // heads, B),
         threads=simdgroups * LANES,
     )
-
-
-@cache
-def _no_counts() -> mx.array:
-    return mx.array([0], mx.int32)

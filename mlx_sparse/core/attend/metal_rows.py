@@ -52,13 +52,9 @@ def attend_rows(
     length: int | None = None,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact causal attention for a few queries over all valid keys.
+    """Compute exact causal attention of a few queries to all valid keys of whole buffers.
 
-    Args:
-        queries: ``(B, Hq, L, D)`` for the last L positions. `supports` must accept ``D`` and ``Hq // Hkv * L`` rows.
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied if both have the same type. The first
-            ``length`` rows are in use.
-        left_padding: ``(B,)`` index of the first valid key of each sequence.
+    The buffers are not copied if both have the same type. `registry.unsupported` must accept their head dim.
 
     Returns:
         ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``. For queries before the first

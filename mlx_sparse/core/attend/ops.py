@@ -53,16 +53,7 @@ def top_k_select(
     left_padding: mx.array | None,
     visible: mx.array | None = None,
 ) -> mx.array:
-    """Select ``top_k`` keys, which are the last ``local_window`` valid keys and the best remaining keys (sparq.6).
-
-    Args:
-        scores: float32 ``(B, Hkv, S)``. Scores of invalid keys are ignored. -inf is never selected, and NaN counts as
-            +inf.
-        visible: bool ``(B, Hkv, S)``, False for further invalid keys.
-
-    Returns:
-        Ascending int32 key indices ``(B, Hkv, min(top_k, S))``, padded with -1.
-    """
+    """Select keys by their float32 scores (sparq.6). See `core.select.oracle.top_k_select`. Ties go to any index."""
     S = scores.shape[-1]
     n = min(top_k, S)
     # A score of +inf always selects a local key. Adding 1 to its score would not be enough, because probabilities

@@ -17,22 +17,9 @@ def attend_blocks(
     scale: float,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact causal attention for every query over the key blocks listed for its row block (sample.8).
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-        blocks: ``(B, Hq, R, N)`` int block indices in any order. A number that is not a block index is an empty slot.
-
-    Returns:
-        ``out (B, Hq, L, D)`` in the dtype of ``queries`` and float32 ``lse (B, Hq, L)``. For queries that attend to no
-        key, ``out`` is 0 and ``lse`` is -inf.
-    """
-    N = blocks.shape[3]
-    if N == 0:
-        out = mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
-        return out, mx.full(queries.shape[:3], -mx.inf)
+    """Attend to the listed key blocks of whole buffers (sample.8). See `core.blocks.ops.attend_blocks`."""
     if blocks.itemsize > 4:  # a number outside int32 may not wrap to a block index
         blocks = mx.where((blocks >= 0) & (blocks < keys.shape[2]), blocks, -1)
-    lists = Lists(N, block_size)
+    lists = Lists(blocks.shape[3], block_size)
     fill(lists, indices=blocks.astype(mx.int32))
     return attend("blocks", queries, keys, values, lists, scale=scale, length=length)

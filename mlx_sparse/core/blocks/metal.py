@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import mlx.core as mx
 
 from ..launch import Kernel, integer, of_one_type, real
@@ -42,18 +40,9 @@ def attend_blocks(
     scale: float,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute exact causal attention for every query over the key blocks listed for its row block (sample.8).
+    """Attend to the listed key blocks of whole buffers (sample.8). See `core.blocks.ops.attend_blocks`.
 
-    Args:
-        queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied if queries, keys and values have the
-            same type. The first ``length`` rows are in use.
-        blocks: ``(B, Hq, R, N)`` int block indices for the R row blocks that contain a query. A number that is not a
-            block index, such as -1, is an empty slot.
-
-    Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``. For queries that attend to no
-        key, ``out`` is 0 and ``lse`` is -inf.
+    The buffers are not copied if queries, keys and values have the same type.
     """
     S = keys.shape[2] if length is None else length
     lists = _sorted_lists(blocks, Layout(queries.shape[2], S, 1, block_size))
@@ -84,42 +73,27 @@ def attend_lists(
     """Compute `attend_blocks` for lists that are ascending, have no duplicates and end at the first -1."""
     S, dtype = keys.shape[2] if length is None else length, queries.dtype
     queries, keys, values = of_one_type(queries, keys, values)
-    attend = partial(_attend, keys=keys, values=values, block_size=block_size, scale=scale)
-    out, lse = attend_in_launches(
-        lambda rows, lists, end: attend(rows, blocks=lists, length=end),
-        queries,
-        blocks,
-        S=S,
-        block_size=block_size,
-    )
-    return out.astype(dtype), lse
-
-
-def _attend(
-    queries: mx.array,
-    *,
-    keys: mx.array,
-    values: mx.array,
-    blocks: mx.array,
-    block_size: int,
-    scale: float,
-    length: int,
-) -> tuple[mx.array, mx.array]:
-    B, Hq, L, D = queries.shape
+    B, Hq, _, D = queries.shape
     rows, staged = tile_of(D, keys.itemsize)
-    inputs = {
-        "queries": queries,
-        "keys": keys,
-        "values": values,
-        "blocks": blocks,
-        "length": integer(length),
-        "scale": real(scale),
-    }
-    out, lse = ATTEND(
-        inputs,
-        [(queries.shape, queries.dtype), ((B, Hq, L), mx.float32)],
-        template={"T": queries.dtype, "D": D, "BLOCK": block_size, "ROWS": rows, "KEYS": staged},
-        groups=(blocks.shape[2] * block_size // rows, Hq, B),
-        threads=rows * 4,
-    )
-    return out, lse
+    template = {"T": queries.dtype, "D": D, "BLOCK": block_size, "ROWS": rows, "KEYS": staged}
+
+    def attend(queries: mx.array, blocks: mx.array, length: int) -> tuple[mx.array, mx.array]:
+        inputs = {
+            "queries": queries,
+            "keys": keys,
+            "values": values,
+            "blocks": blocks,
+            "length": integer(length),
+            "scale": real(scale),
+        }
+        out, lse = ATTEND(
+            inputs,
+            [(queries.shape, queries.dtype), (queries.shape[:3], mx.float32)],
+            template=template,
+            groups=(blocks.shape[2] * block_size // rows, Hq, B),
+            threads=rows * 4,
+        )
+        return out, lse
+
+    out, lse = attend_in_launches(attend, queries, blocks, S=S, block_size=block_size)
+    return out.astype(dtype), lse

@@ -236,17 +236,12 @@ def block_lists(mask: mx.array, width: int | None = None) -> mx.array:
 
 
 def select_blocks(
-    column: mx.array,
-    slash: mx.array,
-    layout: Layout,
-    *,
-    alpha_column: float,
-    alpha_slash: float,
-    width: int | None = None,
+    column: mx.array, slash: mx.array, layout: Layout, *, alpha_column: float, alpha_slash: float
 ) -> mx.array:
     """Select the key blocks of each row block from ``column`` and ``slash``, the results of `sample_scores`.
 
-    Return int32 lists ``(B, Hq, R, width)`` from `block_lists`.
+    Return ascending int32 lists ``(B, Hq, R, Nk)``, padded with -1.
     """
     kept = select_share(column, alpha_column), select_share(slash, alpha_slash)
-    return block_lists(merge_kept(*kept, layout, sampled_in_full=True), width)
+    # Row blocks with sampled rows attend to every causal block, so the longest list usually has Nk blocks.
+    return block_lists(merge_kept(*kept, layout, sampled_in_full=True), layout.key_blocks)

@@ -78,10 +78,9 @@ def flexgen_attention(
     scale: float,
     left_padding: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Attend to the ``top_k`` keys with the largest softmax weights.
+    """Attend to the keys with the largest softmax weights. See `methods.baselines.oracle.flexgen_attention`.
 
-    The selection uses the sum of the weights over the query heads of a group. The weights of the selected keys are not
-    renormalized. The returned log-sum-exp is over the selected keys only.
+    The returned log-sum-exp is over the selected keys only.
     """
     weights, lse = exact_weights(queries, keys, scale=scale, left_padding=left_padding)
     indices = top_k_select(weights.sum(axis=2), top_k=top_k, local_window=0, left_padding=left_padding)
@@ -122,11 +121,7 @@ def h2o_attention(
 
 
 def h2o_scores(queries: mx.array, keys: Rows, *, scale: float, left_padding: mx.array | None) -> mx.array:
-    """Return the initial ``scores`` for `h2o_attention`, float32 ``(B, Hkv, S)``. Invalid keys have the score -inf.
-
-    The score of a key is the sum of its causal softmax weights over the queries. Scores are averaged over the query
-    heads of a group.
-    """
+    """Return the initial float32 ``scores`` for `h2o_attention`. See `methods.baselines.oracle.h2o_scores`."""
     B, Hq, L, D = queries.shape
     Hkv, S = keys.shape[1:3]
     grouped = queries.reshape(B, Hkv, Hq // Hkv, L, D).astype(mx.float32) * scale

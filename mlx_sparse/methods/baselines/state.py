@@ -89,12 +89,6 @@ class H2OState(State):
             return None
         return H2OState([Scores(length - start, self.states[-1].scores[sequences][..., start:])])
 
-    def extract(self, sequence: int, length: int, start: int) -> H2OState | None:
-        return self.filter([sequence], length, start)
-
-    def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> H2OState | None:
-        return self.merge([(self, cache), (theirs, other)])
-
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> H2OState | None:
         """Return the state of the merged batch, or None if the scores of any cache are unknown."""

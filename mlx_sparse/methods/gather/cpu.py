@@ -21,11 +21,7 @@ def gather_attention(
     length: int | None = None,
     **settings: Any,
 ) -> Result:
-    """Run gathered prefill. See `methods.gather.ops.gather_attention` for the results.
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-    """
+    """Run gathered prefill over whole buffers. See `methods.gather.ops.gather_attention`."""
     length = keys.shape[2] if length is None else length
     return gather_with(_attend, queries, keys, values, scale=scale, sinks=sinks, length=length, **settings)
 

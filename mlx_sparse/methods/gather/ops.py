@@ -42,14 +42,9 @@ def gather_rows(queries: mx.array, samples: int) -> tuple[mx.array, mx.array]:
 def gather_scores(
     queries: mx.array, keys: Rows, *, samples: int, scale: float, sinks: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Sum the softmax weights of the sampled queries by earlier key (gather.5), (gather.6).
+    """Sum the softmax weights of the sampled queries by earlier key. See `methods.gather.oracle.gather_scores`.
 
-    Args:
-        queries: ``(B, Hq, m, D)`` queries of one chunk, at the last m positions.
-        keys: ``(B, Hkv, M + m, D)``. Quantized keys are not dequantized.
-
-    Returns:
-        The float32 sums ``(B, Hkv, M)``, NaN if a query or key is NaN, and the number of sampled queries ``(B, Hkv)``.
+    Quantized keys are not dequantized.
     """
     B, Hq, m, D = queries.shape
     Hkv, M = keys.shape[1], keys.shape[2] - m

@@ -68,10 +68,7 @@ def _attend_pattern(
 
 
 def hash_codes(vectors: mx.array, buckets: int) -> mx.array:
-    """Return the hash of each of ``vectors (..., D)``, which is the index of its nearest direction (sample.15).
-
-    There are ``buckets`` directions: ``buckets // 2`` random directions and their negatives.
-    """
+    """Return the hash of each of ``vectors (..., D)`` (sample.15). See `methods.patterns.oracle.hash_codes`."""
     along = vectors.astype(mx.float32) @ mx.array(signs(vectors.shape[-1], buckets // 2))
     return mx.argmax(mx.concatenate([along, -along], axis=-1), axis=-1)
 
@@ -117,11 +114,7 @@ def hyperattention_attention(
     exact_rows: int,
     scale: float,
 ) -> Result:
-    """Run HyperAttention (sample.16 to sample.18).
-
-    The queries are divided into ranges of at most ``exact_rows`` queries. A query attends to all keys of its range up
-    to its own position. Of the keys before the range, the query attends to the keys in its bucket and to a weighted
-    sample.
+    """Run HyperAttention. See `methods.patterns.oracle.hyperattention_attention`.
 
     Returns:
         ``out (B, Hq, L, D)``, float32 ``lse (B, Hq, L)`` and int32 indices of the attended keys ``(B, Hq, L, N)``. The

@@ -218,8 +218,6 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         "sink_tokens": (0, 1 << 30),
         "recent_tokens": (0, 1 << 30),
     }
-    if about.get("space") == "roped" or about.get("hidden") == 0:
-        raise refuse(path, "one without query networks, whose modes kmeans and roped were removed")
     right = about.get("space") == SPACE
     right &= all(type(about.get(name)) is int and low <= about[name] <= high for name, (low, high) in bounds.items())
     right &= all(isinstance(about.get(name), dict) for name in ("model", "training", "versions"))

@@ -25,7 +25,7 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys that a decode step attends to (saap.10). See `methods.saap.ops.saap_indices`."""
+    """List the keys that a decode step attends to (saap.10). See `methods.saap.oracle.saap_indices`."""
     B, Hkv, n = visited.shape
     rows = mx.full((B,), covered, mx.int32) if isinstance(covered, int) else covered.astype(mx.int32)
     padding = None if left_padding is None else left_padding.astype(mx.int32)
@@ -48,12 +48,7 @@ def saap_indices(
 def saap_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **visit: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run a SAAP decode step. See `methods.saap.ops.saap_attention` for the results.
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-        visit: the other arguments of `methods.saap.ops.list_keys`.
-    """
+    """Run a SAAP decode step over whole buffers. See `methods.saap.ops.saap_attention`."""
     S = keys.shape[2] if length is None else length
     indices, counts = list_keys(saap_indices, S, **visit)
     out, lse = attend_indices(queries, keys, values, indices, counts=counts, scale=scale, length=S)

@@ -33,7 +33,7 @@ def saap_assign(keys: mx.array, centroids: mx.array) -> mx.array:
     return ids[0] if len(ids) == 1 else mx.concatenate(ids, axis=-1)
 
 
-def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERATIONS) -> mx.array:
+def fit(keys: mx.array, buckets: int, *, seed: int = 0) -> mx.array:
     """Fit ``buckets`` float32 unit centroids ``(..., C, D)`` to ``keys (..., n, D)``.
 
     The first iteration starts from random keys.
@@ -43,7 +43,7 @@ def fit(keys: mx.array, buckets: int, *, seed: int = 0, iterations: int = ITERAT
     """
     centroids = keys[..., mx.array(start_points(keys.shape[-2], buckets, seed)), :].astype(mx.float32)
     centroids = _unit(centroids, mx.zeros_like(centroids))
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         centroids = move(keys, centroids)
         mx.eval(centroids)
     return centroids

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...core.attend.metal import attend_indices
-from ...core.launch import LANES, Kernel, integer, padding_or_zeros
+from ...core.launch import LANES, Kernel, integer, padding_or_zeros, repeated
 from .ops import list_keys
 from .ops import saap_assign as saap_assign  # a matrix product and a maximum, once per key
 from .ops import saap_index as saap_index  # once every few hundred tokens
@@ -57,7 +57,7 @@ def saap_route(
     hidden_bias: mx.array | None = None,
     probes: int,
 ) -> mx.array:
-    """Select the buckets that each KV head visits (saap.8). See `methods.saap.ops.saap_route`."""
+    """Select the buckets that each KV head visits (saap.8). See `methods.saap.oracle.saap_route`."""
     B, Hq, _, D = queries.shape
     Hkv, _, C = out_weight.shape
     G = Hq // Hkv
@@ -95,7 +95,7 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys that a decode step attends to (saap.10). See `methods.saap.ops.saap_indices`."""
+    """List the keys that a decode step attends to (saap.10). See `methods.saap.oracle.saap_indices`."""
     B, Hkv, slots = visited.shape
     if slots == 0:
         visited, slots = mx.full((B, Hkv, 1), -1, mx.int32), 1
@@ -107,7 +107,7 @@ def saap_indices(
         "key_ids": key_ids,
         "left_padding": padding_or_zeros(left_padding, B),
         "length": integer(length),
-        "covered": _constant(B, covered) if isinstance(covered, int) else covered,
+        "covered": repeated(B, covered) if isinstance(covered, int) else covered,
         "sink_tokens": integer(min(sink_tokens, length)),
         "capacity": integer(capacity),
     }
@@ -124,24 +124,11 @@ def saap_indices(
 def saap_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, length: int | None = None, **visit: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run a SAAP decode step.
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-        visit: the other arguments of `methods.saap.ops.list_keys`.
-
-    Returns:
-        ``out (B, Hq, 1, D)``, float32 ``lse (B, Hq, 1)`` and ``counts (B, Hkv)``, the number of attended keys.
-    """
+    """Run a SAAP decode step over whole buffers. See `methods.saap.ops.saap_attention`."""
     S = keys.shape[2] if length is None else length
     indices, counts = list_keys(saap_indices, S, **visit)
     out, lse = attend_indices(queries, keys, values, indices, counts=counts, scale=scale, length=S)
     return out, lse, counts
-
-
-@lru_cache(maxsize=256)
-def _constant(B: int, number: int) -> mx.array:
-    return mx.array([number] * B, mx.int32)
 
 
 @lru_cache(maxsize=64)

@@ -20,16 +20,7 @@ def saap_route(
     hidden_bias: mx.array | None = None,
     probes: int,
 ) -> mx.array:
-    """Select ``probes`` buckets per KV head. All query heads of a KV head share the buckets (saap.5, saap.8).
-
-    Args:
-        queries: ``(B, Hq, 1, D)`` before RoPE.
-        out_weight, out_bias: output layer, ``(Hkv, H, C)`` and ``(Hkv, C)``. If there is no hidden layer, H is D.
-        hidden_weight, hidden_bias: hidden layer, ``(Hkv, D, H)`` and ``(Hkv, H)``; None if there is no hidden layer.
-
-    Returns:
-        Ascending int32 bucket ids ``(B, Hkv, probes)``. A NaN score counts as +inf.
-    """
+    """Select ``probes`` buckets per KV head (saap.5, saap.8). See `methods.saap.oracle.saap_route`."""
     x = group_queries(queries, out_weight.shape[0])
     if hidden_weight is not None:
         x = mx.maximum(_layer(x, hidden_weight, hidden_bias), 0.0)
@@ -56,17 +47,9 @@ def saap_indices(
     capacity: int,
     left_padding: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """List the keys that a decode step attends to (saap.10).
+    """List the keys that a decode step attends to (saap.10). See `methods.saap.oracle.saap_indices`.
 
-    Args:
-        visited: ``(B, Hkv, n)`` distinct int bucket ids. A number that is not a bucket id is an empty slot.
-        offsets, key_ids: results of `saap_index` for the first ``covered`` keys.
-        covered: number of keys in the index, as an int or as int ``(B,)``.
-        capacity: length of each list. Keys that do not fit are omitted.
-
-    Returns:
-        int32 ``indices (B, Hkv, capacity)``, padded with -1, and ``counts (B, Hkv)``, the number of keys per list. Each
-        list contains the sinks, then the keys outside the index, then the keys of the visited buckets.
+    Keys that do not fit into a list of length ``capacity`` are omitted.
     """
     B, Hkv, n = visited.shape
     C = offsets.shape[2] - 1
@@ -145,14 +128,9 @@ def list_keys(
 def saap_index(
     bucket_ids: mx.array, *, buckets: int, sink_tokens: int, left_padding: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """List the keys of each bucket in ascending order (saap.9). Sinks and padding are omitted.
+    """List the keys of each bucket (saap.9). See `methods.saap.oracle.saap_index`.
 
-    Args:
-        bucket_ids: ``(B, Hkv, n)`` int bucket of each key. Keys with a bucket outside ``0 .. buckets - 1`` are omitted.
-
-    Returns:
-        int32 ``offsets (B, Hkv, buckets + 1)`` and ``key_ids (B, Hkv, n)``. Bucket c has the keys
-        ``key_ids[offsets[c] : offsets[c + 1]]``. Slots at ``offsets[buckets]`` and above are undefined.
+    Slots of ``key_ids`` at ``offsets[buckets]`` and above are undefined.
     """
     B, Hkv, n = bucket_ids.shape
     if n == 0:

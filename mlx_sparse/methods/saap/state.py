@@ -251,9 +251,6 @@ class BucketIndex(State):
             self.ids = mx.take_along_axis(self.ids, mx.broadcast_to(place[:, None], self.ids.shape), axis=2)
         return self
 
-    def join(self, cache: SparseCache, theirs: State | None, other: SparseCache) -> BucketIndex | None:
-        return self.merge([(self, cache), (theirs, other)])
-
     @classmethod
     def merge(cls, parts: Sequence[tuple[State | None, SparseCache]]) -> BucketIndex | None:
         """Return the index for the merged batch, or None if the caches have no index or different routers."""

@@ -44,12 +44,7 @@ def sample_attention(
     length: int | None = None,
     **selection: Any,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run SampleAttention on a prefill chunk. See `methods.sample.ops.sample_attention` for the results.
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-        selection: the other arguments of `sample_select`.
-    """
+    """Run SampleAttention over whole buffers. See `methods.sample.ops.sample_attention`."""
     blocks = sample_select(queries, keys, block_size=block_size, scale=scale, length=length, **selection)
     out, lse = attend_blocks(queries, keys, values, blocks, block_size=block_size, scale=scale, length=length)
     return out, lse, blocks

@@ -54,13 +54,7 @@ def sample_scores(
     rows: int | None = None,
     length: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Sum the softmax weights of the sampled queries in each region. See `methods.sample.ops.sample_scores`.
-
-    Args:
-        queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
-        keys: ``(B, Hkv, capacity, D)`` buffer, which is not copied if queries and keys have the same type. The first
-            ``length`` rows are in use.
-    """
+    """Sum the softmax weights of the sampled queries in each region. See `methods.sample.oracle.sample_scores`."""
     queries, keys = of_one_type(queries, keys)
     B, Hq, L, D = queries.shape
     Hkv, capacity = keys.shape[1:3]
@@ -140,9 +134,7 @@ def sample_select(
     """Select key blocks for each row block (sample.7). Return ascending int32 ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2] if length is None else length, chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale, length=layout.S)
-    return select_blocks(
-        column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
-    )
+    return select_blocks(column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash)
 
 
 def sample_attention(
@@ -155,17 +147,7 @@ def sample_attention(
     length: int | None = None,
     **selection: Any,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run SampleAttention on a prefill chunk.
-
-    Args:
-        queries: ``(B, Hq, L, D)`` for positions ``length - L`` to ``length - 1``.
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied if queries, keys and values have the
-            same type. The first ``length`` rows are in use.
-        selection: the other arguments of `sample_select`.
-
-    Returns:
-        ``out (B, Hq, L, D)`` in the type of ``queries``, float32 ``lse (B, Hq, L)`` and the result of `sample_select`.
-    """
+    """Run SampleAttention over whole buffers. See `methods.sample.ops.sample_attention`."""
     blocks = sample_select(queries, keys, block_size=block_size, scale=scale, length=length, **selection)
     out, lse = attend_lists(queries, keys, values, blocks, block_size=block_size, scale=scale, length=length)
     return out, lse, blocks

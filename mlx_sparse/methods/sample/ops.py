@@ -13,13 +13,9 @@ from ...core.blocks.ops import attend_blocks, batch_size, causal_scores, select_
 def sample_scores(
     queries: mx.array, keys: mx.array, *, chunks: int, block_size: int, scale: float, rows: int | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Sum the softmax weights of the sampled queries in each region by key block (sample.4) and offset bin (sample.5).
+    """Sum the softmax weights of the sampled queries in float32 (sample.4), (sample.5).
 
-    An offset bin is a range of ``block_size`` distances between query and key. Both sums are float32
-    ``(B, Hq, C, Nk)``.
-
-    Args:
-        rows: number of query rows that are sampled per region. If None, it is ``block_size``.
+    `methods.sample.oracle.sample_scores` describes the arguments and the results.
     """
     B, Hq, L, _ = queries.shape
     Hkv, S = keys.shape[1:3]
@@ -50,10 +46,7 @@ def sample_select(
     """Select key blocks for each row block. Return ascending int32 lists ``(B, Hq, R, Nk)``, padded with -1."""
     layout = Layout(queries.shape[2], keys.shape[2], chunks, block_size)
     column, slash = sample_scores(queries, keys, chunks=chunks, block_size=block_size, scale=scale)
-    # Row blocks with sampled rows attend to every causal block, so the longest list usually has Nk blocks.
-    return select_blocks(
-        column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash, width=layout.key_blocks
-    )
+    return select_blocks(column, slash, layout, alpha_column=alpha_column, alpha_slash=alpha_slash)
 
 
 def sample_attention(

@@ -29,13 +29,7 @@ def sparq_attention(
     length: int | None = None,
     **parameters: Any,
 ) -> tuple[mx.array, ...]:
-    """Run one decode step of SparQ. See `methods.sparq.ops.sparq_attention` for the results.
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-        reallocate: if True, add ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
-        parameters: the fields of `Selection`.
-    """
+    """Run a SparQ decode step over whole buffers. See `methods.sparq.ops.sparq_attention`."""
     selection = Selection(**parameters)
     if selection.projection is not None:
         S = keys.shape[2] if length is None else length

@@ -332,14 +332,7 @@ def sparq_attention(
     length: int | None = None,
     **parameters: Any,
 ) -> tuple[mx.array, ...]:
-    """Run a SparQ decode step. See `methods.sparq.ops.sparq_attention` for the results.
-
-    Args:
-        keys, values: ``(B, Hkv, capacity, D)`` buffers, which are not copied. The first ``length`` rows are in use.
-        reallocate: if True, mix in ``value_mean``, weighted by the softmax mass of the skipped keys (sparq.10).
-        value_mean: float32 ``(B, Hkv, D)`` mean of the valid values; required if ``reallocate`` is True.
-        parameters: fields of `Selection`.
-    """
+    """Run a SparQ decode step over whole buffers. See `methods.sparq.ops.sparq_attention`."""
     selection = Selection(**parameters)
     found = find_candidates(queries, keys, selection, exact=reallocate, length=length)
     if found.attend is not None:

@@ -149,10 +149,8 @@ def deviation(keys: Rows, left_padding: mx.array | None) -> mx.array:
 def code_keys(keys: Rows, left_padding: mx.array | None) -> KeyCodes:
     """Quantize ``keys (B, Hkv, S, D)`` to int4 in groups of `GROUP` keys. Keys after the last full group are omitted.
 
-    If a sequence has padding, it may have fewer full groups than ``S // GROUP``. Its unused groups are 0.
-
-    Args:
-        left_padding: ``(B,)`` index of the first valid key of each sequence, where the first group begins.
+    The first group begins at the first valid key of a sequence. With padding, a sequence may have fewer full groups
+    than ``S // GROUP``. Its unused groups are 0.
     """
     keys = keys[:]
     if left_padding is None:

@@ -68,14 +68,8 @@ class SparQState(State):
     def filter(self, sequences: list[int], length: int, start: int) -> State | None:
         return _with_projections([self.projections[i] for i in sequences] if self.projections else [], length - start)
 
-    def extract(self, sequence: int, length: int, start: int) -> State | None:
-        return self.filter([sequence], length, start)
-
     def roll(self, padding: mx.array | None, length: int) -> State | None:
         return _with_projections(self.projections, length)
-
-    def join(self, cache: Cache, theirs: State | None, other: Cache) -> State | None:
-        return self.merge([(self, cache), (theirs, other)])
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[Any, Cache]]) -> State | None:

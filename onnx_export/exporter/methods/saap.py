@@ -24,8 +24,6 @@ from .base import KEYS, Decoding, Step
 if TYPE_CHECKING:
     from mlx import nn
 
-NETWORK = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
-
 
 @dataclass(frozen=True)
 class SaapDecoding(Decoding):
@@ -66,10 +64,9 @@ class SaapDecoding(Decoding):
         arrays = self.layers[layer].arrays()
         half = all(array.dtype == mx.float16 for array in arrays.values())
         places = {}
-        for name in ("centroids", *NETWORK):
-            array = numpy_of(arrays[name].astype(mx.float16 if half else mx.float32))
-            made = f"model.layers.{layer}.self_attn.saap.{name}"
-            places[name] = graph.weight(made, array)
+        for name, array in arrays.items():
+            stored = numpy_of(array.astype(mx.float16 if half else mx.float32))
+            places[name] = graph.weight(f"model.layers.{layer}.self_attn.saap.{name}", stored)
         return places
 
     def attend(self, call: Step) -> mx.array:
@@ -100,8 +97,7 @@ class SaapDecoding(Decoding):
     def _sizes(self) -> tuple[int, int, int]:
         layer = next(iter(self.layers.values()))
         heads, buckets, D = layer.centroids.shape
-        network = layer.arrays()
-        return D, buckets, sum(network[name].size for name in NETWORK) // heads
+        return D, buckets, sum(layer.arrays()[name].size for name in artefact.NETWORK) // heads
 
 
 def _saap_layers(config: SAAP, model: nn.Module) -> Mapping[int, artefact.Layer]:

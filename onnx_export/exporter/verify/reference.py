@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -24,9 +24,6 @@ from ..families import window_of
 from ..methods import sample
 from ..methods.base import PROMPT, Step
 from ..weights import QUANTIZED
-
-if TYPE_CHECKING:
-    from mlx import nn
 
 Array = np.ndarray
 Attention = Callable[..., mx.array]
