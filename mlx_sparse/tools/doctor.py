@@ -53,7 +53,7 @@ def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *
         problems.append(f"attention on the CPU uses array operations: {reason}")
     problems += _other_owners()
     if model is not None:
-        findings["model"] = _crossovers(model, attn, backend, problems)
+        findings["model"] = _guarded(lambda: _crossovers(model, attn, backend), problems, model)
     findings["problems"] = problems
     return findings
 
@@ -81,35 +81,31 @@ def text(findings: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _guarded(probe: Any, problems: list[str], package: str) -> Any:
+def _guarded(probe: Any, problems: list[str], what: str) -> Any:
     try:
         return probe()
-    except Exception as error:  # report every error and continue
-        problems.append(f"{package} does not work here: {type(error).__name__}: {error}")
-        return None
-
-
-def _crossovers(model: str, attn: str, backend: str, problems: list[str]) -> dict[str, Any] | None:
-    """Load a model, and return the settings, layers and crossover lengths that result from ``--attn``.
-
-    The model does not run. On an error, append a message to ``problems`` and return None.
-    """
-    try:
-        from ..calibrate import Calibration
-        from .measure import planned, rows_of
-
-        with planned(model, attn, backend, Calibration()) as plan:
-            report = plan.report
-            found = {name: getattr(report, name) for name in ("attn", "backend", "model_type", "layers")}
-            found |= {"served_layers": report.served_layers, "dense_layers": dict(report.dense_layers)}
-            found |= {"thresholds": rows_of(plan.layers, plan.calibration), "lines": report.opening()}
-            found["lines"].insert(1, f"settings: {report.attn}")
-            return found
     except SparseAttentionError as error:
         problems.append(str(error))
-    except Exception as error:
-        problems.append(f"{model} does not work here: {type(error).__name__}: {error}")
+    except Exception as error:  # report every error and continue
+        problems.append(f"{what} does not work here: {type(error).__name__}: {error}")
     return None
+
+
+def _crossovers(model: str, attn: str, backend: str) -> dict[str, Any]:
+    """Load a model, and return the settings, layers and crossover lengths that result from ``--attn``.
+
+    The model does not run.
+    """
+    from ..calibrate import Calibration
+    from .measure import planned, rows_of
+
+    with planned(model, attn, backend, Calibration()) as plan:
+        report = plan.report
+        found = {name: getattr(report, name) for name in ("attn", "backend", "model_type", "layers")}
+        found |= {"served_layers": report.served_layers, "dense_layers": dict(report.dense_layers)}
+        found |= {"thresholds": rows_of(plan.layers, plan.calibration), "lines": report.opening()}
+        found["lines"].insert(1, f"settings: {report.attn}")
+        return found
 
 
 def _device() -> str:
