@@ -48,11 +48,20 @@ def test_the_sparse_step_over_every_key_gives_the_dense_tokens(family: str, attn
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_small_top_k_is_sparse_in_every_served_layer(family: str):
+def test_small_top_k_is_sparse_in_every_served_layer_until_disable_restores_the_model(family: str):
     model, prompt = build(family), prompt_of(PROMPT)
+    cls, names = type(model), [name for name, _ in tree_flatten(model.parameters())]
+    modules = {type(module).__module__ for _, module in model.named_modules()}
+    before = {name: getattr(sys.modules[name], seam.NAME, None) for name in modules}
     tokens, logits = greedy(model, prompt, STEPS)
     with mlx_sparse.sparse(model, SPARSE) as report:
+        assert [name for name, _ in tree_flatten(model.parameters())] == names
+        assert isinstance(model, cls)
         other_tokens, other_logits = greedy(model, prompt, STEPS)
+    assert type(model) is cls
+    assert {name: getattr(sys.modules[name], seam.NAME, None) for name in modules} == before
+    assert base.scaled_dot_product_attention is seam.original
+    assert greedy(model, prompt, STEPS)[0] == tokens
     layers = SERVED[family].get("num_hidden_layers", 2)
     assert report.layers == layers
     assert report.served_layers == layers - WITH_SLIDING_LAYERS.get(family, 0) == layers - report.dense_layers.total()
@@ -60,24 +69,6 @@ def test_small_top_k_is_sparse_in_every_served_layer(family: str):
     assert other_tokens != tokens
     assert largest_difference(other_logits[:1], logits[:1]) > 0.1, "the first step has the same inputs"
     assert report.sparse_bytes < report.dense_bytes
-
-
-@pytest.mark.parametrize("family", SERVED)
-def test_disable_restores_tokens_class_parameters_and_modules(family: str):
-    model, prompt = build(family), prompt_of(PROMPT)
-    cls, names = type(model), [name for name, _ in tree_flatten(model.parameters())]
-    modules = {type(module).__module__ for _, module in model.named_modules()}
-    before = {name: getattr(sys.modules[name], seam.NAME, None) for name in modules}
-    tokens, _ = greedy(model, prompt, STEPS)
-    mlx_sparse.enable(model, SPARSE)
-    assert [name for name, _ in tree_flatten(model.parameters())] == names
-    assert isinstance(model, cls)
-    greedy(model, prompt, STEPS)
-    mlx_sparse.disable(model)
-    assert type(model) is cls
-    assert {name: getattr(sys.modules[name], seam.NAME, None) for name in modules} == before
-    assert base.scaled_dot_product_attention is seam.original
-    assert greedy(model, prompt, STEPS)[0] == tokens
 
 
 @pytest.mark.parametrize("family", UNSERVED)
