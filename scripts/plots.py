@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Draw the plots for the documentation. This script needs matplotlib.
 
-python scripts/plots.py bytes      docs/bytes.svg: bytes of a decode step by context and by layer, from formulas
 python scripts/plots.py speed      docs/speed.svg: first token and tokens per second, from docs/results/speed.jsonl
+python scripts/plots.py peers      docs/results/peers.svg: tokens per second beside other runtimes, from peers.jsonl
+python scripts/plots.py prefill    docs/results/prefill.svg: copies and needles against density, from prefill.jsonl
 python scripts/plots.py why        docs/results/why.svg: why SparQ and SAAP work, from docs/results/why.jsonl
 python scripts/plots.py quality    docs/quality.svg: copying accuracy against bytes, from docs/results/quality.jsonl
 python scripts/plots.py needles    docs/results/needle.svg: needles by depth and context, from the same rows
@@ -17,7 +18,6 @@ from typing import Any
 
 import matplotlib
 
-from mlx_sparse.core.stats import dense_elements
 from mlx_sparse.methods import SparQ, parse
 
 matplotlib.use("svg")
@@ -27,10 +27,6 @@ from matplotlib import pyplot as plt  # noqa: E402 - the renderer is selected fi
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = DOCS / "results"
-LAYERS, KV_HEADS, D, ITEM = 32, 8, 128, 2  # Llama 3.1 8B, float16
-CONTEXTS = [1024 * 2**i for i in range(8)]
-GEMMA = {"layers": 18, "full": (5, 11, 17), "window": 512, "heads": 1, "D": 256, "item": 2}  # Gemma 3 270M, bfloat16
-LONG = 32_768  # tokens of the picture by layer
 AGREEMENT = [
     (model, D, f"{method}/agreement", f"{color}{style}", f"{name}, {label}")
     for model, D, color, name in (("smollm2", 64, "C0", "SmolLM2"), ("gemma", 256, "C1", "Gemma 3"))
@@ -47,47 +43,24 @@ RECALL = [
 MODELS = {"smollm2-135m-instruct": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M"}
 METHODS = {"dense": "0.45", "sparq": "tab:blue", "gather:share=0.75,dense_below=0": "tab:cyan"}  # with colors
 
+RUNTIMES = {  # by method: label and color
+    "sparq:key_bits=4,dense_below=512": ("ours, sparq", "tab:blue"),
+    "saap:dense_below=4096": ("ours, saap", "tab:cyan"),
+    "dense": ("ours, dense", "0.45"),
+    "llama-cpp-python==0.3.36, flash attention off": ("llama.cpp", "tab:orange"),
+    "onnxruntime==1.32.0, GroupQueryAttention, int8 activations": ("ONNX Runtime, int8", "tab:red"),
+}
+PREFILL = {"gather": "C0", "sample": "C1", "minference": "C2", "bigbird": "C3", "streaming_prefill": "C4"}
+
 
 def main() -> int:
     """Draw the requested plot, and return the exit code."""
-    actions = {"bytes": draw_bytes, "speed": draw_speed, "quality": draw_quality, "needles": draw_needles}
-    actions["why"] = draw_why
+    actions = {"speed": draw_speed, "peers": draw_peers, "prefill": draw_prefill, "why": draw_why}
+    actions |= {"quality": draw_quality, "needles": draw_needles}
     if len(sys.argv) != 2 or sys.argv[1] not in actions:
         sys.exit(f"usage: plots.py {'|'.join(actions)}")
     print(actions[sys.argv[1]]())
     return 0
-
-
-def draw_bytes() -> Path:
-    """Draw the bytes of keys and values that a decode step reads, by context length and by layer."""
-
-    def gigabytes(elements: int) -> float:
-        return LAYERS * KV_HEADS * ITEM * elements / 1e9
-
-    figure, (axes, bars) = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
-    axes.plot(CONTEXTS, [gigabytes(dense_elements(S, D)) for S in CONTEXTS], "o-", color="0.45", label="dense")
-    for method, color in ((SparQ(), "tab:blue"), (SparQ(key_bits=16), "tab:cyan")):
-        moved = [gigabytes(method.elements(S, D)) for S in CONTEXTS]
-        axes.plot(CONTEXTS, moved, "o-", color=color, label=str(method))
-    axes.set_yscale("log")
-    _by_context(
-        axes, CONTEXTS, "GB of K and V per token (log scale)", "By formula, not measured: Llama 3.1 8B, float16"
-    )
-
-    bytes_of = GEMMA["heads"] * GEMMA["item"] / 1e6
-    keys = [LONG if layer in GEMMA["full"] else GEMMA["window"] for layer in range(GEMMA["layers"])]
-    dense = [bytes_of * dense_elements(S, GEMMA["D"]) for S in keys]
-    sparse = [bytes_of * SparQ().elements(S, GEMMA["D"]) if S == LONG else None for S in keys]
-    bars.bar(range(len(keys)), dense, color="0.75", label="dense")
-    served = [(layer, moved) for layer, moved in enumerate(sparse) if moved is not None]
-    bars.bar(*zip(*served, strict=True), color="tab:blue", label="sparq")
-    bars.set_xticks(range(1, len(keys), 4))
-    bars.set_ylim(top=1.4 * max(dense))  # room for the legend
-    bars.set(xlabel="layer (layers with short bars have a sliding window)", ylabel="MB of K and V per token")
-    bars.set_title(f"By formula, not measured: Gemma 3 270M, {LONG // 1024}k tokens")
-    bars.grid(visible=False)
-    bars.legend()
-    return _save(figure, "bytes.svg")
 
 
 def draw_speed() -> Path:
@@ -105,6 +78,41 @@ def draw_speed() -> Path:
         axes.set_ylim(bottom=0)
         _by_context(axes, sorted({row["context"] for row in rows}), unit, "SmolLM2-135M, float32, two CPU cores")
     return _save(figure, "speed.svg")
+
+
+def draw_peers() -> Path:
+    """Draw the tokens per second of the exported SmolLM2 and of other runtimes by context, on one thread."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for method, (label, color) in RUNTIMES.items():
+        own = [row for row in _rows("peers", metric="tokens_per_second") if row["method"] == method]
+        axes.plot([row["context"] for row in own], [row["median"] for row in own], "o-", color=color, label=label)
+    axes.set_ylim(0, 80)  # room for the legend
+    _by_context(
+        axes, sorted({row["context"] for row in own}), "tokens per second", "SmolLM2-135M, 4-bit weights, one thread"
+    )
+    return _save(figure, "results/peers.svg")
+
+
+def draw_prefill() -> Path:
+    """Draw the tokens that SmolLM2 predicts correctly inside a sparse prefill of 4,096 tokens, against the density."""
+    rows = _rows("prefill", metric="accuracy", model="smollm2-135m-instruct")
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained", sharex=True)
+    shown = {}
+    for axes, task in zip(panels, ("copying", "needle"), strict=True):
+        here = [row for row in rows if row["task"] == task and row["context"] == 4096]
+        by_method: dict[str, list[dict[str, Any]]] = {}
+        for row in here:
+            by_method.setdefault(row["method"].partition(":")[0], []).append(row)
+        (dense,) = by_method.pop("dense")
+        shown["dense"] = axes.axhline(dense["mean"], color="0.45", linestyle="--")
+        for method, own in by_method.items():
+            own.sort(key=lambda row: row["density"])
+            across, up, bars = zip(*((row["density"], row["mean"], row["difference_sem"]) for row in own), strict=True)
+            shown[method] = axes.errorbar(across, up, bars, fmt="o-", capsize=2, color=PREFILL[method])
+        axes.set(xlabel="density: share of the causal pairs", ylabel="tokens predicted correctly", ylim=(0, 1))
+        axes.set_title(f"{task}, SmolLM2-135M, 4k tokens, n = {dense['examples']}")
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=6)
+    return _save(figure, "results/prefill.svg")
 
 
 def draw_why() -> Path:
@@ -191,9 +199,7 @@ def _rows(page: str, **wanted: str) -> list[dict[str, Any]]:
 
 
 def _by_context(axes: Any, contexts: list[int], label: str, title: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(contexts, [f"{S / 1024:.3g}k" for S in contexts])
-    axes.minorticks_off()
+    axes.set_xticks(contexts, [f"{S:,}" for S in contexts])
     axes.set(xlabel="context, tokens", ylabel=label, title=title)
     axes.legend()
 
