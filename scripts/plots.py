@@ -146,11 +146,11 @@ def draw_why() -> Path:
 def draw_quality() -> Path:
     """Draw the share of tokens copied correctly against the bytes of a decode step, by method, model and context."""
     rows = _rows("quality", task="copying", metric="accuracy")
-    places = sorted({(row["model"], row["context"]) for row in rows if row["budget"]}, key=lambda place: place[1])
+    places = sorted({(row["context"], row["model"]) for row in rows if row["budget"]})
     colors = {method: f"C{i}" for i, method in enumerate(dict.fromkeys(row["method"] for row in rows))}
     figure, panels = plt.subplots(1, len(places), figsize=(4.2 * len(places), 3.6), layout="constrained", squeeze=False)
     shown = {}
-    for axes, (model, context) in zip(panels[0], places, strict=True):
+    for axes, (context, model) in zip(panels[0], places, strict=True):
         here = [row for row in rows if (row["model"], row["context"]) == (model, context)]
         shown["dense"] = axes.axhline(here[0]["dense"], color="0.45", linestyle="--")
         for method in dict.fromkeys(row["method"] for row in here if row["method"] != "dense"):

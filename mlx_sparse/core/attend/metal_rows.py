@@ -54,7 +54,8 @@ def attend_rows(
 ) -> tuple[mx.array, mx.array]:
     """Compute exact causal attention of a few queries to all valid keys of whole buffers.
 
-    The buffers are not copied if both have the same type. `registry.unsupported` must accept their head dim.
+    The buffers are not copied if both have the same type. `registry.unsupported` must accept the head dim and the
+    ``Hq // Hkv * L`` rows of a group.
 
     Returns:
         ``out (B, Hq, L, D)`` in the type of ``queries`` and float32 ``lse (B, Hq, L)``. For queries before the first

@@ -107,7 +107,10 @@ class Decoding:
         return {}
 
     def attend(self, call: Step) -> mx.array:
-        """Compute a sparse decode step with MLX for verification. Return its output ``(B, Hq, 1, D)``."""
+        """Compute a sparse decode step with MLX for verification. Return its output ``(B, Hq, 1, D)``.
+
+        The base class stands for dense attention, which has no such step.
+        """
         raise NotImplementedError
 
     def shortened(self) -> Decoding:

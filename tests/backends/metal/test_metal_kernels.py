@@ -26,6 +26,7 @@ from mlx_sparse.cache.kv_cache import SparseBatchKVCache, SparseKVCache
 from mlx_sparse.core import launch, registry
 from mlx_sparse.core.attend import metal_rows as attend_rows
 from mlx_sparse.methods import SparQ
+from mlx_sparse.methods.saap import metal as saap
 from mlx_sparse.methods.sparq import metal as sparq
 
 PACKAGE = Path(mlx_sparse.__file__).parent
@@ -201,8 +202,8 @@ def test_the_comment_of_a_kernel_lists_its_inputs_and_outputs(kernel: launch.Ker
 
 def test_shared_constants_serve_every_thread() -> None:
     """Test that shared arrays are evaluated, because a lazy array belongs to its thread."""
-    shared: list[Any] = [launch.repeated, launch.unread]
-    sizes = [(7, 0), ()]
+    shared: list[Any] = [launch.repeated, launch.unread, saap._zeros]
+    sizes = [(7, 0), (), (2, 5)]
 
     def made() -> list[mx.array]:
         return [make(*size) for make, size in zip(shared, sizes, strict=True)]
