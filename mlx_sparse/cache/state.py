@@ -42,8 +42,8 @@ class State(ABC):
     def bind(self, cache: Cache, config: Any, G: int, *, whole: bool) -> Read:
         """Return a function that updates the state for a decode step, and returns arguments for the method's function.
 
-        A layer calls `bind` when it is planned, so the decode steps do not read the configuration. SAAP has no such
-        function, because its hooks read its state.
+        A layer calls `bind` when it is planned, so the decode steps do not read the configuration. A state
+        that only the method's hooks read has no such function.
 
         Args:
             config: the method and its parameters.
