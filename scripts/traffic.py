@@ -41,7 +41,8 @@ import msl
 KV_HEADS, GROUP, D, ITEM = 2, 4, 128, 2
 KEYS, PROMPT = 16_384, (256, 1024)  # decode: S; prefill: L, S
 BUCKETS, PROBES = 128, 8
-LATENT, LATENT_KEYS, LATENT_HEADS = 512, 32_768, {"glm": 20, "deepseek": 128}
+LATENT, ROPE, LATENT_HEADS, LATENT_KEYS = 512, 64, {"glm": 20, "deepseek": 128}, (32_768, 131_072)
+LOW_RANK = SparQ(component_score="low_rank", reallocate=False)
 GATHER = Gather(dense_below=0)
 GATHER_KEYS = (8_192, 32_768, 131_072)
 # Operations of MLX that launch no kernel. With contiguous arrays, all of them only change the shape.
@@ -78,8 +79,8 @@ def sample() -> Any:
     return mlx_sparse.sample_attention(q, k, v, backend="metal", return_stats=True)
 
 
-def latents(G: int) -> Any:
-    S, config = LATENT_KEYS, SparQ(component_score="low_rank", reallocate=False).at(LATENT_KEYS)
+def latents(G: int, S: int) -> Any:
+    config = LOW_RANK.at(S)
     q, k, bias = random(G, 1, LATENT), random(1, S, LATENT), random(G, 1, S)
     projection = Projection(*(mx.random.normal((1, 1, LATENT, config.rank)) for _ in range(2)), None)
     given: dict[str, Any] = {**config.parameters(G), "bias": bias, "left_padding": None, "value_mean": None}
@@ -94,19 +95,50 @@ METHODS: dict[str, Callable[[], Any]] = {
     **{name: partial(sparq, config) for name, config in CONFIGS.items()},
     "saap": saap,
     "sample": sample,
-    **{name: partial(latents, G) for name, G in LATENT_HEADS.items()},
 }
 
 
-def count(method: str) -> dict[str, Any]:
+def traced(function: Any, *arrays: mx.array) -> tuple[int, int]:
+    """Count the launches and bytes of MLX's array operations: each reads its inputs once and writes its outputs."""
+    seen: list[dict[str, Any]] = []
+    mx.export_function(seen.append, function, *arrays)
+    launches, moved, sizes = 0, 0, dict[str, int]()
+    for each in (event for event in seen if event["type"] == "primitive"):
+        inputs = [sizes.get(name, prod(shape) * dtype.size) for name, shape, dtype in each["inputs"]]
+        outputs = {name: prod(shape) * dtype.size for name, shape, dtype in each["outputs"]}
+        sizes |= dict.fromkeys(outputs, inputs[0]) if each["name"] == "Broadcast" else outputs
+        if each["name"] not in VIEWS:
+            launches, moved = launches + 1, moved + sum(inputs) + sum(outputs.values())
+    return launches, moved
+
+
+def work(G: int, S: int) -> dict[str, float]:
+    """Return what else a step of a layer with latents costs.
+
+    ``unfused``: MB of MLX's dense attention. Its fused kernel does not support an array mask with 512 components.
+    ``dense_gflop``, ``gflop``: floating-point operations of a dense and of a sparse step, RoPE scores included.
+    """
+    dense = partial(mx.fast.scaled_dot_product_attention, scale=LATENT**-0.5)
+    arrays = random(G, 1, LATENT), random(1, S, LATENT), random(G, 1, S)
+    _, moved = traced(lambda q, k, bias: [dense(q, k, k, mask=bias)], *arrays)
+    config = LOW_RANK.at(S)
+    multiplied = S * (ROPE + config.rank) + config.rank * LATENT + LATENT * config.rows(S)
+    return {
+        "unfused": moved / MB,
+        "dense_gflop": 2 * G * S * (ROPE + 2 * LATENT) / 1e9,
+        "gflop": 2 * G * multiplied / 1e9,
+    }
+
+
+def count(method: str, S: int | None = None) -> dict[str, Any]:
     """Call ``method`` once in the harness, and return a row of docs/results/traffic.jsonl, in MB.
 
     The row also has the kernels, the bytes moved in each buffer, the MB according to the formulas of ``method`` and of
-    dense attention, and the MB that reports of `--attn` print ("modeled").
+    dense attention, and the MB that reports of `--attn` print ("modeled"). ``S`` is the number of latents, if any.
     """
     mx.random.seed(0)
     with msl.emulated(strict=False) as metal:
-        out, stats = METHODS[method]()
+        out, stats = latents(LATENT_HEADS[method], S) if S else METHODS[method]()
         mx.eval(out)
         moved: Counter[str] = Counter()
         for report in metal.launches:
@@ -114,13 +146,13 @@ def count(method: str) -> dict[str, Any]:
                 moved.update({name: traffic.dispatch for name, traffic in buffers.items()})
         heads = KV_HEADS * (GROUP if method == "sample" else 1)  # formulas count per KV head, in prefill per query head
         shape, context = f"{KV_HEADS * GROUP}x{KV_HEADS}x{D}", PROMPT[1] if method == "sample" else KEYS
-        if method in LATENT_HEADS:
-            heads, shape, context = 1, f"{LATENT_HEADS[method]}x1x{LATENT}", LATENT_KEYS
+        if S:
+            heads, shape, context = 1, f"{LATENT_HEADS[method]}x1x{LATENT}", S
             moved.pop("values")  # the same buffer as the keys
         sizes: dict[str, Any] = {"itemsize": ITEM, "row_bytes": D * ITEM, "G": GROUP, "backend": "metal"}
         config = CONFIGS.get(method)
         return {
-            "key": f"traffic/{method}/{shape}/megabytes",
+            "key": f"traffic/{method}/{shape}/{f'{S}/' if S else ''}megabytes",
             "model": f"{shape} float16",
             "task": "prefill" if method == "sample" else "decode",
             "method": method,
@@ -134,6 +166,7 @@ def count(method: str) -> dict[str, Any]:
             "formula": heads * stats.elements * ITEM / MB,
             "modeled": config and KV_HEADS * config.step_bytes(KEYS, D, **sizes) / MB,
             "dense": heads * stats.dense_elements * ITEM / MB,
+            **(work(LATENT_HEADS[method], S) if S else {}),
             **origin("traffic.py", [method], "mlx"),
         }
 
@@ -149,24 +182,14 @@ def gathered(q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
 def count_gather(S: int) -> dict[str, Any]:
     """Return a row about the last chunk of ``S`` tokens for one KV head, in MB.
 
-    Each operation reads its inputs once and writes its outputs. ``dense`` is dense attention over all keys, ``work``
-    the share of dense attention's multiplications in the whole prompt, and ``break_even`` the number of saved
-    operations per added byte.
+    ``dense`` is dense attention over all keys, ``work`` the share of dense attention's multiplications in the whole
+    prompt, and ``break_even`` the number of saved operations per added byte.
     """
     layout = GATHER.layout(S, S)
     last = layout.pieces[-1]
-    seen: list[dict[str, Any]] = []
     q, k, v = (mx.zeros((1, heads, n, D), mx.float16) for heads, n in ((GROUP, GATHER.chunk), (1, S), (1, S)))
-    mx.export_function(seen.append, gathered, q, k, v)
-    launches, moved = 1, 2 * D * ITEM * (GROUP * GATHER.chunk + last.kept + GATHER.chunk)  # the attention
-    sizes: dict[str, int] = {}
-    for each in (event for event in seen if event["type"] == "primitive"):
-        inputs = [sizes.get(name, prod(shape) * dtype.size) for name, shape, dtype in each["inputs"]]
-        outputs = {name: prod(shape) * dtype.size for name, shape, dtype in each["outputs"]}
-        sizes |= dict.fromkeys(outputs, inputs[0]) if each["name"] == "Broadcast" else outputs
-        if each["name"] not in VIEWS:
-            launches += 1
-            moved += sum(inputs) + sum(outputs.values())
+    launches, moved = traced(gathered, q, k, v)
+    moved += 2 * D * ITEM * (GROUP * GATHER.chunk + last.kept + GATHER.chunk)  # the dense kernel
     saved = sum(piece.sparse * (piece.earlier - piece.kept) for piece in layout.pieces)
     sampled = sum(min(GATHER.samples, piece.stop - piece.start) * piece.earlier for piece in layout.pieces)
     dense = 2 * D * ITEM * (GROUP * GATHER.chunk + S)
@@ -181,7 +204,7 @@ def count_gather(S: int) -> dict[str, Any]:
         "metric": "megabytes",
         "mean": moved / MB,
         "sem": None,
-        "launches": launches,
+        "launches": launches + 1,
         "dense": dense / MB,
         "break_even": fewer / (moved - dense),
         "work": 1 - (saved - sampled / 2) / layout.causal_pairs,
@@ -191,14 +214,15 @@ def count_gather(S: int) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*METHODS, "gather"]
+    names = [*METHODS, *LATENT_HEADS, "gather"]
     parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*names, []], help=", ".join(names))
     args = parser.parse_args(argv)
     if sys.platform != "linux":
         parser.error(f"expected Linux, where the harness of tests/msl runs, got {sys.platform}.")
     for method in tqdm(args.methods or names, unit="method", disable=None):
-        for row in map(count_gather, GATHER_KEYS) if method == "gather" else [count(method)]:
-            print(json.dumps(row))
+        lengths = {"gather": GATHER_KEYS, **dict.fromkeys(LATENT_HEADS, LATENT_KEYS)}.get(method, (None,))
+        for S in lengths:
+            print(json.dumps(count_gather(S) if method == "gather" else count(method, S)))
     return 0
 
 

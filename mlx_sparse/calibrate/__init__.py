@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import ArtefactError
+from ..core import reasons
 from ..core.base import Method, Prefill
 from ..core.decide import NEVER
 from . import timing
@@ -55,6 +56,8 @@ def describe(config: Method, found: Threshold) -> str:
         how += "; the machine was busy, so the next run measures again"
     if not isinstance(config, Prefill):
         return f"never sparse ({how})" if value >= NEVER else f"sparse at {value:,.0f} keys and longer ({how})"
+    if config.shortest_context() >= NEVER:
+        return f"dense {reasons.UNTUNED}"
     if value <= 0:
         return f"prefill never sparse ({how})"
     share = f" if at most {value:.0%} of the blocks are selected" if value < 1 else ""

@@ -24,9 +24,9 @@ ROUTING_HEADS = {"g": 8, "s": 27, "d": 40}
 # with SAAP's routing, which array operations run.
 GATHERED_ROW = {"ops": 2.5, "cpu": 8.0}
 
-# Number of keys from which SampleAttention is used by default. With the default alphas, it loses copies at 4,096 and
-# 8,192 tokens (docs/results/prefill.md). Ranges are tuned for the model, from 8,192 tokens on.
-SAMPLE_DENSE_BELOW, SAMPLE_TUNED_BELOW = 16384, 8192
+# Number of keys from which SampleAttention is used with ranges, which are tuned for the model. The default alphas lose
+# copies at 4,096 and 8,192 tokens (docs/results/prefill.md), so without ranges, prefill stays dense.
+SAMPLE_TUNED_BELOW = 8192
 # Largest density at which attending to the selected blocks is assumed to be faster than dense attention. ops, cpu:
 # from timings of single chunks. metal: not measured; assumes a kernel four times slower per block than MLX's.
 SAMPLE_DENSE_ABOVE = {"ops": 0.75, "cpu": 0.8, "metal": 0.22}

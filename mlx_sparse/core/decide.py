@@ -130,4 +130,6 @@ def chunk_refusal(config: Prefill | None, facts: Facts, L: int, S: int) -> str |
     if (reason := exclusion(config, facts)) is not None or not facts.causal:
         return reason or reasons.NOT_CAUSAL
     shortest = config.shortest_context()
+    if shortest >= NEVER:
+        return reasons.UNTUNED
     return reasons.shorter_than(shortest) if S < shortest else config.at(S).dense_reason(L, S)

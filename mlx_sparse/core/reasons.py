@@ -31,6 +31,7 @@ TOO_FULL = "with too many selected key blocks"
 ALPHA_OF_ONE = "with alpha_column=1 or alpha_slash=1"
 ALL_KEPT = "with all earlier keys selected"
 ALL_SAMPLED = "with sampled queries in every row block"
+UNTUNED = "in prefill without tuned ranges or dense_below (`mlx-sparse tune` finds ranges)"
 LARGE_SAMPLE = "with more than an eighth of the queries sampled"
 
 # H2O.

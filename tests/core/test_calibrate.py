@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("calibration_folder")]  
 OPS = Layer("ops", Step(2, 2, 32, 4), mx.float32)
 PROMPT = Layer("ops", Step(2, 2, 32, 4), mx.float32, 256)
 LONG = 1 << 20
+(TUNED,) = parse("sample:ranges=99999:0.95:0.95:1")
 
 
 def save_measurement(config: Method, layer: Layer, keys: int | None, up_to: int = 65_536) -> None:
@@ -77,8 +78,8 @@ def test_measurement_replaces_the_modeled_threshold(keys: int | None, up_to: int
 def test_settings_without_effect_on_time_share_a_measurement() -> None:
     save_measurement(SparQ(), OPS, 700)
     assert Calibration().threshold(SparQ().for_model(qk_norm=False), OPS).value == 700
-    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.5, "best": 0.6})
-    assert Calibration().threshold(Sample(alpha_column=0.8, alpha_slash=0.7), PROMPT).value == 0.5
+    write_measurement(measurement_key(TUNED, PROMPT), {"share": 0.5, "best": 0.6})
+    assert Calibration().threshold(parse("sample:ranges=9:0.8:0.7:1")[0], PROMPT).value == 0.5
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_measurement_of_one_layer_does_not_apply_to_another(other: Layer) -> Non
     assert Calibration().threshold(SparQ(component_score="query"), OPS).how == MODELED
 
 
-@pytest.mark.parametrize("config", [SparQ(), Sample(block_size=32)], ids=str)
+@pytest.mark.parametrize("config", [SparQ(), *parse("sample:block_size=32,ranges=9999:0.3:0.3:1")], ids=str)
 def test_first_long_context_is_measured_once_and_saved(config: Method) -> None:
     messages: list[str] = []
     layer = PROMPT if isinstance(config, Sample) else OPS
@@ -129,7 +130,7 @@ def test_timed_rows_are_all_different() -> None:
     assert len(np.unique(rows, axis=0)) == len(rows)
 
 
-@pytest.mark.parametrize(("config", "layer"), [(SparQ(), OPS), (Sample(), PROMPT)], ids=["steps", "prompts"])
+@pytest.mark.parametrize(("config", "layer"), [(SparQ(), OPS), (TUNED, PROMPT)], ids=["steps", "prompts"])
 def test_too_little_free_memory_keeps_the_modeled_threshold(
     config: Method, layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,11 +179,11 @@ def test_measurement_of_a_busy_machine_is_repeated_by_the_next_process(monkeypat
 
 
 def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
-    write_measurement(measurement_key(Sample(), PROMPT), {"share": 0.3, "best": 0.8})
-    found = Calibration().threshold(Sample(), PROMPT)
+    write_measurement(measurement_key(TUNED, PROMPT), {"share": 0.3, "best": 0.8})
+    found = Calibration().threshold(TUNED, PROMPT)
     assert found == Threshold(0.3, MEASURED, 0.8, busy=True)
     assert "at most 30% of the blocks are selected (measured on this machine, spread 30% to 80%; " in (
-        calibrate.describe(Sample(), found)
+        calibrate.describe(TUNED, found)
     )
 
 
@@ -191,10 +192,10 @@ def test_busy_machine_uses_the_lower_end_for_prompts() -> None:
     [
         (SparQ(), OPS, {"points": []}),
         (SparQ(), OPS, {"points": [[10**400, 1, 1, 1]]}),
-        (Sample(), PROMPT, {"share": 7, "best": 7}),
-        (Sample(), PROMPT, {"share": 10**400, "best": 1}),
-        (Sample(), PROMPT, {"share": True, "best": 1}),
-        (Sample(), PROMPT, {}),
+        (TUNED, PROMPT, {"share": 7, "best": 7}),
+        (TUNED, PROMPT, {"share": 10**400, "best": 1}),
+        (TUNED, PROMPT, {"share": True, "best": 1}),
+        (TUNED, PROMPT, {}),
     ],
     ids=str,
 )
@@ -253,8 +254,8 @@ def _served(model: Any, attn: str) -> tuple[Method, Layer]:
 
 @pytest.mark.parametrize(("share", "calls"), [(0.0, 0), (1.0, 2)])
 def test_prefill_is_dense_above_the_measured_density(share: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_sparse.methods.sample.config.SAMPLE_DENSE_BELOW", 256)
-    model, attn = build("llama"), "sample:block_size=32,alpha_column=0.3,alpha_slash=0.3"
+    monkeypatch.setattr("mlx_sparse.methods.sample.config.SAMPLE_TUNED_BELOW", 256)
+    model, attn = build("llama"), "sample:block_size=32,ranges=9999:0.3:0.3:1"
     write_measurement(measurement_key(*_served(model, attn)), {"share": share, "best": share})
     with mlx_sparse.sparse(model, attn) as report:
         greedy(model, prompt_of(600), 1)

@@ -18,6 +18,7 @@ from mlx_lm import load, stream_generate
 from saap_artefacts import BUCKETS, write_artefact
 from tiny_models import BACKEND, build, prompt_of, words, write
 
+from mlx_sparse.core.reasons import UNTUNED
 from mlx_sparse.lm import session
 from mlx_sparse.lm.session import Session
 
@@ -69,7 +70,7 @@ GOOD: dict[str, list[list[str]]] = {
     "text report": [["mlx_lm.generate", *GENERATE, *SPARSE]],
     "full report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "full"]],
     "short, modeled": [["mlx_lm.generate", *GENERATE, *OPS, "--attn", "sparq:rank=4", "--no-calibrate"]],
-    "short, measured": [["mlx_lm.generate", *GENERATE, *OPS, "--attn", "sample+sparq:rank=4"]],
+    "short, measured": [["mlx_lm.generate", *GENERATE, *OPS, "--attn", "sample:ranges=9999:0.95:0.95:1+sparq:rank=4"]],
     "short, prompts": [["mlx_lm.generate", *GENERATE, "--attn", "sample"]],
     "windows": [["mlx_lm.generate", "--model", "gemma3", *GENERATE[2:], *SPARSE]],
     "no report": [["mlx_lm.generate", *GENERATE, *SPARSE, "--attn-report", "off"]],
@@ -242,8 +243,8 @@ def test_opening_lines_name_the_threshold_and_warn_if_nothing_is_sparse(finished
     )
     first, second, *_ = finished("short, measured").err.splitlines()
     assert (
-        "; prefill sparse at 16,384 keys and longer if at most 75% of the blocks are selected (modeled; will be "
-        "measured at 16,384 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys)"
+        "; prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled; will be "
+        "measured at 8,192 keys); sparse at 2,048 keys and longer (modeled; will be measured at 1,024 keys)"
     ) in first
     assert second.endswith(f"this run has at most {longest} keys, and decode steps are sparse from 1,024 keys")
 
@@ -267,8 +268,7 @@ def test_long_prefill_is_counted(finished: Runs, tmp_path: Path, capsys: Any, mo
 def test_warning_names_the_reasons_of_dense_calls(finished: Runs):
     _, second, *_ = finished("short, prompts").err.splitlines()
     assert second == (
-        "[mlx-sparse] no call will be sparse: calls so far: 2 over fewer than 16,384 keys, 2 with a single query "
-        "(no decode method)"
+        f"[mlx-sparse] no call will be sparse: calls so far: 2 {UNTUNED}, 2 with a single query (no decode method)"
     )
 
 

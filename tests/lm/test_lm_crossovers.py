@@ -14,8 +14,9 @@ import mlx_sparse
 from mlx_sparse.api.call_report import Report
 from mlx_sparse.calibrate import GIVEN, MODELED, Calibration, Threshold, describe
 from mlx_sparse.core.decide import NEVER
+from mlx_sparse.core.reasons import UNTUNED
 from mlx_sparse.lm.model import enable, plan_of
-from mlx_sparse.methods import Sample, SparQ
+from mlx_sparse.methods import Sample, SparQ, parse
 
 ONLINE = "saap:mode=online,buckets=4,probes=2,recent_tokens=8,dense_layers=0,dense_below=0"
 
@@ -33,7 +34,8 @@ def plan(attn: str, **options: Any) -> Any:
 
 def test_describe_names_thresholds() -> None:
     assert describe(SparQ(), Threshold(NEVER, MODELED)) == "never sparse (modeled)"
-    assert describe(Sample(), Threshold(0, MODELED)) == "prefill never sparse (modeled)"
+    assert describe(parse("sample:ranges=9:0.3:0.3:1")[0], Threshold(0, MODELED)) == "prefill never sparse (modeled)"
+    assert describe(Sample(), Threshold(1, MODELED)) == f"dense {UNTUNED}"
     assert describe(Sample(dense_below=9), Threshold(1, GIVEN)) == "prefill sparse at 9 keys and longer (given)"
 
 
@@ -62,11 +64,11 @@ def test_finished_measurement_is_not_announced(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_prefill_command_prints_no_decode_threshold() -> None:
-    found = plan("sample+sparq:rank=4")
+    found = plan("sample:ranges=9999:0.95:0.95:1+sparq:rank=4")
     assert len(found.crossovers()) == 2
     found.decodes = False
     assert found.crossovers() == [
-        "prefill sparse at 16,384 keys and longer if at most 75% of the blocks are selected (modeled)"
+        "prefill sparse at 8,192 keys and longer if at most 75% of the blocks are selected (modeled)"
     ]
 
 

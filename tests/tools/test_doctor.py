@@ -18,6 +18,7 @@ from tiny_models import write
 from mlx_sparse import calibrate, cli, native
 from mlx_sparse.calibrate.files import measurement_key, write_measurement
 from mlx_sparse.core import registry
+from mlx_sparse.core.reasons import UNTUNED
 from mlx_sparse.methods import METHODS
 from mlx_sparse.tools import doctor, measure
 
@@ -75,7 +76,7 @@ def test_doctor_reports_the_plan_of_a_model(tmp_path: Path, capsys: pytest.Captu
         "sample+sparq:rank=4 on ops: 2 of 4 layers (gemma3_text, tiny)",
         f"  settings: sample+{attn}",
         "  dense layers: 2 with a sliding window (RotatingKVCache)",
-        "  prefill sparse at 16,384 keys and longer if at most 75% of the blocks are selected (modeled)",
+        f"  dense {UNTUNED}",
         "  sparse at 2,048 keys and longer (modeled)",
         "  `mlx-sparse calibrate` and `--attn` replace modeled values by measurements",
         "no problems found",

@@ -10,7 +10,8 @@ from ...checks import ConfigError, check_int, check_sample, check_share
 from ...core import reasons
 from ...core.base import Prefill, Step, read_value
 from ...core.blocks.layout import Layout
-from ...core.cost import SAMPLE_DENSE_ABOVE, SAMPLE_DENSE_BELOW, SAMPLE_SHARE, SAMPLE_TUNED_BELOW
+from ...core.cost import SAMPLE_DENSE_ABOVE, SAMPLE_SHARE, SAMPLE_TUNED_BELOW
+from ...core.decide import NEVER
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Sample(Prefill):
         alpha_slash: share of the sample's attention that the selected diagonals must cover; above 0, at most 1.
         chunks: number of regions per prefill chunk, each with its own sample of queries.
         dense_below: context length in keys below which attention stays dense, and no queries are sampled. "auto" is
-            `SAMPLE_DENSE_BELOW`, or `SAMPLE_TUNED_BELOW` with ``ranges``.
+            `SAMPLE_TUNED_BELOW` with ``ranges``; without ``ranges``, prefill is always dense.
         dense_above: density of the selected blocks above which attention stays dense. "auto" is the density that was
             measured on this machine (`mlx-sparse calibrate`), and `SAMPLE_DENSE_ABOVE` before a measurement. If
             ``dense_below`` is a number, "auto" is 1, and the limit of `SAMPLE_SHARE` does not apply.
@@ -80,12 +81,12 @@ class Sample(Prefill):
             alpha_column=chosen.alpha_column,
             alpha_slash=chosen.alpha_slash,
             chunks=chosen.chunks,
-            ranges=(),
+            ranges=(chosen,),
         )
 
     def shortest_context(self, step: Step | None = None) -> int:
         if isinstance(self.dense_below, str):
-            return SAMPLE_TUNED_BELOW if self.ranges else SAMPLE_DENSE_BELOW
+            return SAMPLE_TUNED_BELOW if self.ranges else NEVER
         return self.dense_below
 
     def layout(self, L: int, S: int) -> Layout:
@@ -103,12 +104,12 @@ class Sample(Prefill):
 
     @property
     def measurable(self) -> bool:
-        return self.dense_above == self.dense_below == "auto"
+        return self.dense_above == self.dense_below == "auto" and bool(self.ranges)
 
     def max_density(self, backend: str, measured: float | None = None) -> float:
         if not isinstance(self.dense_above, str):
             return self.dense_above
-        if not self.measurable:
+        if self.dense_below != "auto":
             return 1.0
         return SAMPLE_DENSE_ABOVE[backend] if measured is None else measured
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 import mlx_sparse
 from mlx_sparse.checks import ConfigError
+from mlx_sparse.core.decide import NEVER
 from mlx_sparse.methods import Sample
 
 SHORT_PROMPT, SHORT_BLOCK = 160, 32  # prompt length and block size of `shortened`, in tokens
@@ -20,13 +21,19 @@ def resolve(config: Sample, max_length: int) -> Sample:
             "dense_above: expected auto or 1, because an exported file uses its block lists at every density, got "
             f"{config.dense_above}. Set dense_below instead."
         )
-    found = {config.at(S) for S in (1, *(entry.up_to for entry in config.ranges if entry.up_to <= max_length))}
+    starts = (1, *(entry.up_to for entry in config.ranges if entry.up_to <= max_length))
+    found = {dataclasses.replace(config.at(S), ranges=()) for S in starts}
     if len(found) > 1:
         raise ConfigError(
             f"ranges: expected one setting for all contexts up to {max_length} tokens, which a file has, got "
             f"{len(found)}. Set alpha_column, alpha_slash and chunks instead."
         )
     below = config.shortest_context()
+    if below >= NEVER:
+        raise ConfigError(
+            "dense_below: expected the number of keys from which prefill is sparse, got auto. Without tuned ranges, "
+            "auto is always dense."
+        )
     return dataclasses.replace(found.pop(), dense_below=below)
 
 

@@ -19,7 +19,7 @@ from mlx_sparse.onnx_export.exporter.methods import sample
 from mlx_sparse.onnx_export.exporter.verify import compare
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.core.cost import SAMPLE_DENSE_BELOW, SAMPLE_TUNED_BELOW
+from mlx_sparse.core.cost import SAMPLE_TUNED_BELOW
 from mlx_sparse.methods import Sample, parse
 
 pytestmark = pytest.mark.slow  # whole models
@@ -91,9 +91,12 @@ def test_dense_above_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^dense_above: expected auto or 1, .*, got 0\.4\. Set dense_below instead"):
         exporter.export(str(source), tmp_path / "out", method="sample:dense_above=0.4")
     assert not (tmp_path / "out").exists()
-    never = parse("sample:dense_above=1.0")[0]
-    assert isinstance(never, Sample)
-    assert sample.resolve(never, 999).dense_below == SAMPLE_DENSE_BELOW
+    assert sample.resolve(Sample(dense_above=1.0, dense_below=7), 999).dense_below == 7
+
+
+def test_a_file_needs_a_length_from_which_prefill_is_sparse() -> None:
+    with pytest.raises(ConfigError, match=r"^dense_below: expected the number of keys .*, got auto\."):
+        sample.resolve(Sample(), 999)
 
 
 @pytest.mark.parametrize(("layers", "compared"), [(2, 2), (5, 3)])

@@ -139,11 +139,11 @@ def test_other_settings_are_sampled_again(samples: list[int]) -> None:
 
 
 def test_contexts_that_are_long_enough_are_limited_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_sparse.methods.sample.config.SAMPLE_DENSE_BELOW", STEP)
+    monkeypatch.setattr("mlx_sparse.methods.sample.config.SAMPLE_TUNED_BELOW", STEP)
     monkeypatch.setattr("mlx_sparse.methods.sample.config.SAMPLE_SHARE", 0)
     monkeypatch.setitem(SAMPLE_DENSE_ABOVE, "ops", 0.01)
     model = build()
-    with mlx_sparse.sparse(model, SAMPLE.replace(",dense_below=0", "")) as report:
+    with mlx_sparse.sparse(model, SAMPLE.replace(",dense_below=0", f",ranges={9 * STEP}:0.3:0.3:1")) as report:
         process(model, prompt_of(STEP), STEP)
     assert report.dense_calls == {TOO_FULL: LAYERS}
 
@@ -156,10 +156,10 @@ def test_short_chunks_are_dense_by_default(
     chunks: int, steps: tuple[int, ...], sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test short chunks: with blocks of 32, a sample is an eighth of 256 queries. The last block may be incomplete."""
-    monkeypatch.setattr("mlx_sparse.methods.sample.config.SAMPLE_DENSE_BELOW", 0)
+    monkeypatch.setattr("mlx_sparse.methods.sample.config.SAMPLE_TUNED_BELOW", 0)
     model = build()
     cache = make_prompt_cache(model)
-    with mlx_sparse.sparse(model, f"sample:block_size=32,chunks={chunks},dense_above=1") as report:
+    with mlx_sparse.sparse(model, f"sample:block_size=32,ranges=9999:0.95:0.95:{chunks},dense_above=1") as report:
         for step in steps:
             model(mx.array(prompt_of(step))[None], cache=cache)
     short = {"with more than an eighth of the queries sampled": LAYERS * (len(steps) - sparse)}
