@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--attn",
         metavar="METHOD",
-        help="with --model: methods to check (default: MLX_SPARSE_ATTN, or sample+sparq)",
+        help="with --model: methods to check (default: MLX_SPARSE_ATTN, or gather+sparq)",
     )
     doctor.add_argument("--attn-backend", metavar="NAME", help="with --model: ops, metal or auto (default: auto)")
     openblas.add_option(doctor)

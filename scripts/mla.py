@@ -2,6 +2,7 @@
 """Measure the attention recall of selected latents in a model that was converted to MLA.
 
 python scripts/mla.py [--context 2048] [--texts 20] > rows.jsonl
+python scripts/mla.py --host > rows.jsonl    # time in which Python prepares a decode step
 
 The model is that of `tests/testing/mla_stand_in.py`. Each text has two tasks, to continue the text and to copy a part
 of it. The script prints a row of JSON for each task, basis, method and number of keys. The rotated basis is a random
@@ -16,10 +17,13 @@ import json
 import math
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -29,6 +33,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import load
 from tqdm import tqdm
 
+import mlx_sparse
 from mlx_sparse import blas
 from mlx_sparse.core.attend.ops import softmax_lse
 from mlx_sparse.files import cache_directory
@@ -48,6 +53,7 @@ Array = np.ndarray
 TOP_KS, RANKS = (64, 128, 256, 512), (32, 64)
 STEPS, EVERY = 4, 6  # measured decode steps of each task; every sixth layer is measured
 CHUNK = 512  # tokens of a prefill chunk
+HOST_STEPS = 60
 
 
 class Basis:
@@ -145,12 +151,38 @@ def _prefill(model: Any, tokens: list[int], caches: list[Any]) -> None:
         mx.eval(model.model(mx.array(tokens[start : start + CHUNK])[None], caches))  # logits are not needed
 
 
+def host_times(model: Any, attn: str) -> Array:
+    """Return the microseconds per layer in which Python prepares each of `HOST_STEPS` decode steps, 512 keys or more.
+
+    ``attn`` prepares Metal kernels, but launches none: a stand-in of `mx.fast.metal_kernel` returns zeros.
+    """
+
+    def launch(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+        return list(map(mx.zeros, output_shapes, output_dtypes))
+
+    caches, times = make_prompt_cache(model), []
+    _prefill(model, list(range(CHUNK)), caches)
+    with (
+        patch.object(mx.fast, "metal_kernel", lambda **_: launch),
+        patch.object(mx.metal, "is_available", lambda: True),
+        patch.object(mx, "default_device", lambda: mx.Device(mx.gpu, 0)),
+        mlx_sparse.sparse(model, attn) if attn else nullcontext(),
+    ):
+        for _ in range(HOST_STEPS):
+            start = time.perf_counter()
+            out = model(mx.array([[0]]), cache=caches)
+            times.append((time.perf_counter() - start) / len(model.layers) * 1e6)
+            mx.eval(out, [cache.state for cache in caches])
+    return np.array(times[HOST_STEPS // 4 :])  # the first steps start the scoring keys
+
+
 def main() -> None:
     """Print a row of JSON for each number."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt (default: 2048)")
     parser.add_argument("--texts", type=int, default=20, help="number of texts (default: 20)")
     parser.add_argument("--text", nargs="+", default=["novels"], help="names or files (default: novels)")
+    parser.add_argument("--host", action="store_true", help="measure the time of Python instead of the recall")
     args = parser.parse_args()
     blas.load(cache_directory())
     with tempfile.TemporaryDirectory() as folder:
@@ -160,6 +192,13 @@ def main() -> None:
         **{"model": "smollm2-135m-instruct as deepseek_v3", "context": args.context, "examples": args.texts},
         **origin("mla.py", sys.argv[1:], "mlx", "mlx-lm"),
     }
+    if args.host:
+        for attn in ("", "sparq:component_score=low_rank,top_k=64,dense_below=0"):
+            times = host_times(model, attn)
+            row = {"key": f"mla/smollm2/host/{'low_rank' if attn else 'dense'}/microseconds", **about, "task": "host"}
+            row |= {"context": CHUNK, "examples": len(times), "method": attn or "dense", "metric": "microseconds"}
+            print(json.dumps({**row, "mean": float(np.median(times)), "sem": None}))
+        return
     for task, results in measure(model, tokenizer, tokens, args.context, args.texts).items():
         for basis, method in results[0]:
             rows = np.stack([np.atleast_1d(result[basis, method]) for result in results])

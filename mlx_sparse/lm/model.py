@@ -68,7 +68,7 @@ def enable(
         model: a model loaded by mlx-lm or mlx-vlm. If you use the model's `shard` or `pipeline`, call it first. A SAAP
             artefact is then sliced in the same way, and checked only against the model's family and shapes.
         attn: ``METHOD[:key=value,...][+METHOD...]`` with at most one prefill and one decode method, for example
-            ``"sample+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"``
+            ``"gather+sparq:rank=16"``; or a method or a tuple of methods from `mlx_sparse.methods`. ``"dense"``
             computes the same attention as mlx-lm. If the KV cache is quantized, ``"dense"`` never stores the scores of
             a whole prefill chunk.
         backend: "auto" or the name of a backend.

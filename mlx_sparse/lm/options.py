@@ -52,8 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--attn",
         action=_Once,
         metavar="METHOD[:KEY=VALUE,...][+METHOD...]",
-        help="Methods with parameters, for example 'sample' for prefill, 'sparq:rank=16,top_k=256' for decoding, or "
-        "'sample+sparq' for both. 'mlx-sparse matrix' lists all methods (default: dense attention).",
+        help="Methods with parameters, for example 'gather' for prefill, 'sparq:rank=16,top_k=256' for decoding, or "
+        "'gather+sparq' for both. 'mlx-sparse matrix' lists all methods (default: dense attention).",
     )
     group.add_argument(
         "--attn-config",

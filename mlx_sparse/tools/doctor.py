@@ -19,7 +19,7 @@ from ..files import cache_directory
 from . import environment
 
 PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "numpy", "tqdm", "transformers", "torch", "triton")
-ATTN = "sample+sparq"
+ATTN = "gather+sparq"
 
 
 def examine(model: str | None = None, attn: str = ATTN, backend: str = "auto", *, variable: str = "") -> dict[str, Any]:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_model("a model that mlx-lm can load")
     about = "as for mlx_lm.generate (default: %(default)s)"
-    parser.add_argument("--attn", metavar="METHOD", default="sample+sparq", help=about)
+    parser.add_argument("--attn", metavar="METHOD", default="sparq", help=about)
     parser.add_argument("--attn-backend", metavar="NAME", default="auto", help=about)
     parser.add_argument(
         "--seconds", type=float, metavar="N", help="time per method and shape (default: 3 on a GPU, 10 on a CPU)"

@@ -127,7 +127,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add_model_options(parser)
     parser.add_argument("--runtime", choices=RUNTIMES, default="mlx", help="library to time (default: mlx)")
-    parser.add_argument("--attn", metavar="METHOD,...", default="sparq", help="such as sparq,sample+sparq")
+    parser.add_argument("--attn", metavar="METHOD,...", default="sparq", help="such as sparq,gather+sparq")
     parser.add_argument("--lengths", metavar="S,...", default=LENGTHS, help=f"prompt lengths (default: {LENGTHS})")
     about = f"tokens to generate in each run (default: {MAX_TOKENS})"
     parser.add_argument("--max-tokens", metavar="N", type=int, default=MAX_TOKENS, help=about)
