@@ -51,3 +51,11 @@ def test_the_study_measures_every_rule_in_both_bases(monkeypatch: pytest.MonkeyP
                 pair = [recalls[basis, f"low_rank:rank={rank}"] for basis in ("pca", "rotated")]
                 assert abs(pair[0] - pair[1]).max() < 0.01
     assert all(0 < share <= 1 for fit in found["fit"] for share in fit.values())
+
+
+def test_the_time_of_python_is_measured_dense_and_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "CHUNK", 80)
+    monkeypatch.setattr(mla, "HOST_STEPS", 8)
+    for attn in ("", "sparq:component_score=low_rank,rank=4,top_k=16,dense_below=0"):
+        times = mla.host_times(build("deepseek_v3"), attn)
+        assert len(times) == 6 and (times > 0).all()
