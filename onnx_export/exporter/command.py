@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "--method",
         default="sparq",
         metavar="METHOD[:KEY=VALUE,...]",
-        help="'dense'; 'sparq' or 'saap' for decoding; 'sample' for prefill; or both, such as 'sample+sparq'. "
+        help="'dense'; 'sparq' or 'saap' for decoding; 'sample' for prefill; or both: 'sample:dense_below=8192+sparq'. "
         "Parameters follow a colon: 'sparq:rank=16,top_k=256' or 'saap:artefact=FILE,probes=32' (default: sparq, which "
         "stores a second copy of the keys, or int4 scoring keys with --native).",
     )

@@ -119,7 +119,7 @@ def test_prefill_of_exported_models_is_timed(model: Path, tmp_path: Path, capsys
     need_native()
     text = tmp_path / "text"
     text.write_text(tiny_models.words(tiny_models.prompt_of(300)))
-    rows = generated(capsys, model, f"sample+{SPARQ}", "--text", str(text))
+    rows = generated(capsys, model, f"sample:dense_below=0+{SPARQ}", "--text", str(text))
     assert [row["S"] for row in rows] == [40] * 4 + [300] * 4
     assert all(row["time_to_first_token"] > 0 < row["time_to_first_token_ratio"] for row in rows)
     assert all(row["turns"] == 2 and row["generation"] > 0 for row in rows)
