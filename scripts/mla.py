@@ -53,7 +53,7 @@ Array = np.ndarray
 TOP_KS, RANKS = (64, 128, 256, 512), (32, 64)
 STEPS, EVERY = 4, 6  # measured decode steps of each task; every sixth layer is measured
 CHUNK = 512  # tokens of a prefill chunk
-HOST_STEPS = 60
+HOST_STEPS = 60  # decode steps whose preparation is timed
 
 
 class Basis:
@@ -151,13 +151,17 @@ def _prefill(model: Any, tokens: list[int], caches: list[Any]) -> None:
         mx.eval(model.model(mx.array(tokens[start : start + CHUNK])[None], caches))  # logits are not needed
 
 
-def host_times(model: Any, attn: str) -> Array:
-    """Return the microseconds per layer in which Python prepares each of `HOST_STEPS` decode steps, 512 keys or more.
+def host_times(model: Any, attn: str) -> tuple[Array, float]:
+    """Return the microseconds per layer in which Python prepares each decode step, and the kernels per layer and step.
 
-    ``attn`` prepares Metal kernels, but launches none: a stand-in of `mx.fast.metal_kernel` returns zeros.
+    ``attn`` is a method as text, or empty for dense attention. It prepares Metal kernels, but a stand-in of
+    `mx.fast.metal_kernel` launches none and returns zeros.
     """
+    kernels = 0
 
     def launch(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+        nonlocal kernels
+        kernels += 1
         return list(map(mx.zeros, output_shapes, output_dtypes))
 
     caches, times = make_prompt_cache(model), []
@@ -173,7 +177,8 @@ def host_times(model: Any, attn: str) -> Array:
             out = model(mx.array([[0]]), cache=caches)
             times.append((time.perf_counter() - start) / len(model.layers) * 1e6)
             mx.eval(out, [cache.state for cache in caches])
-    return np.array(times[HOST_STEPS // 4 :])  # the first steps start the scoring keys
+    # The first steps start the scoring keys.
+    return np.array(times[HOST_STEPS // 4 :]), kernels / (HOST_STEPS * len(model.layers))
 
 
 def main() -> None:
@@ -194,10 +199,10 @@ def main() -> None:
     }
     if args.host:
         for attn in ("", "sparq:component_score=low_rank,top_k=64,dense_below=0"):
-            times = host_times(model, attn)
+            times, kernels = host_times(model, attn)
             row = {"key": f"mla/smollm2/host/{'low_rank' if attn else 'dense'}/microseconds", **about, "task": "host"}
             row |= {"context": CHUNK, "examples": len(times), "method": attn or "dense", "metric": "microseconds"}
-            print(json.dumps({**row, "mean": float(np.median(times)), "sem": None}))
+            print(json.dumps({**row, "mean": float(np.median(times)), "sem": None, "kernels": kernels}))
         return
     for task, results in measure(model, tokenizer, tokens, args.context, args.texts).items():
         for basis, method in results[0]:

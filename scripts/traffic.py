@@ -112,8 +112,8 @@ def traced(function: Any, *arrays: mx.array) -> tuple[int, int]:
     return launches, moved
 
 
-def work(G: int, S: int) -> dict[str, float]:
-    """Return what else a step of a layer with latents costs.
+def latent_costs(G: int, S: int) -> dict[str, float]:
+    """Return the other costs of a decode step over ``S`` latents with ``G`` query heads.
 
     ``unfused``: MB of MLX's dense attention. Its fused kernel does not support an array mask with 512 components.
     ``dense_gflop``, ``gflop``: floating-point operations of a dense and of a sparse step, RoPE scores included.
@@ -166,7 +166,7 @@ def count(method: str, S: int | None = None) -> dict[str, Any]:
             "formula": heads * stats.elements * ITEM / MB,
             "modeled": config and KV_HEADS * config.step_bytes(KEYS, D, **sizes) / MB,
             "dense": heads * stats.dense_elements * ITEM / MB,
-            **(work(LATENT_HEADS[method], S) if S else {}),
+            **(latent_costs(LATENT_HEADS[method], S) if S else {}),
             **origin("traffic.py", [method], "mlx"),
         }
 

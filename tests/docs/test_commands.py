@@ -91,7 +91,8 @@ def test_pages_print_many_commands_and_the_other_tests_exist() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     write(folder / "MODEL", head_dim=64)
-    write(folder / "smollm2-mla-pca", "glm4_moe_lite", kv_lora_rank=64)
+    for basis in ("pca", "rotated"):
+        write(folder / f"smollm2-mla-{basis}", "glm4_moe_lite", kv_lora_rank=64)
     for name in ("model", "trained", "kmeans"):
         made = write_artefact(folder / name, build(head_dim=64), buckets=64)
         shutil.copy(made, folder / f"{name}.safetensors")

@@ -43,7 +43,7 @@ def test_an_unknown_method_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_unfused_step_over_latents_moves_the_latents_twice_and_the_scores_seven_times() -> None:
     G, S, item = 20, 4096, traffic.ITEM
-    found = traffic.work(G, S)
+    found = traffic.latent_costs(G, S)
     assert found["unfused"] * traffic.MB == pytest.approx(item * S * (2 * traffic.LATENT + 7 * G), rel=0.02)
     assert found["dense_gflop"] * 1e9 == 2 * G * S * (64 + 512 + 512)
     assert found["gflop"] * 1e9 == 2 * G * (S * (64 + 32) + 32 * 512 + 2 * 512 * traffic.LOW_RANK.at(S).top_k)

@@ -57,5 +57,6 @@ def test_the_time_of_python_is_measured_dense_and_sparse(monkeypatch: pytest.Mon
     monkeypatch.setattr(mla, "CHUNK", 80)
     monkeypatch.setattr(mla, "HOST_STEPS", 8)
     for attn in ("", "sparq:component_score=low_rank,rank=4,top_k=16,dense_below=0"):
-        times = mla.host_times(build("deepseek_v3"), attn)
+        times, kernels = mla.host_times(build("deepseek_v3"), attn)
         assert len(times) == 6 and (times > 0).all()
+        assert kernels == (3 if attn else 0)
