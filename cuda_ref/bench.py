@@ -33,7 +33,7 @@ from mlx_sparse.tools.bench.inputs import (
 )
 from mlx_sparse.tools.environment import memory, versions
 
-from .availability import interpreted, unavailable
+from . import interpreted, unavailable
 
 Step = Callable[[int], torch.Tensor]  # takes the index of a cache copy and returns the attention output
 

@@ -8,7 +8,7 @@ import torch
 
 from mlx_sparse.checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_shape
 
-from .availability import interpreted, unavailable
+from . import interpreted, unavailable
 
 HEAD_DIMS = (16, 256)  # smallest and largest head dim that the tiles of the kernels support
 LARGEST_GROUP = 16  # largest number of query heads per KV head that the tiles support

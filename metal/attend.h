@@ -7,7 +7,6 @@
 #pragma once
 
 #include "bias.h"
-#include "parts.h"
 #include "rows.h"
 
 constant constexpr int EMPTY = -1;  // a slot of a list without a key

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "attend_tiles.h"
-#include "parts.h"
 
 // The eight rows of a SIMD group; `count` rows exist.
 struct GroupRows {

@@ -125,3 +125,21 @@ void score_blocks(
     }
   }
 }
+
+// Second launch: normalize the sums of each row to shares of the attention mass.
+
+// Return the log2 of the sum of a row over all keys; +inf for rows that do not exist, so that their share is 0.
+inline void merge_totals(
+    const device float* totals, uint splits, uint rows, threadgroup float* merged, Place place) {
+  for (uint row = place.index(); row < rows; row += place.threads()) {
+    float largest = -INFINITY;
+    for (uint s = 0; s < splits; ++s) {
+      largest = max(largest, totals[size_t(s) * rows + row]);
+    }
+    float sum = 0.0f;
+    for (uint s = 0; s < splits; ++s) {
+      sum += exp2(totals[size_t(s) * rows + row] - shift_of(largest));
+    }
+    merged[row] = sum == 0.0f ? INFINITY : log2_sum(largest, sum);
+  }
+}

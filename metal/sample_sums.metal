@@ -9,6 +9,7 @@
 // threadgroup  256, 1, 1
 // reads        B * heads * G * C * (Nk * ROWS * 8 + splits * ROWS * 4)
 // writes       B * heads * G * C * Nk * 8
+constexpr uint SUMMED_BLOCKS = 32;  // key blocks per threadgroup
 threadgroup float sums[ROWS];
 const Place place = {thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup};
 const size_t sample = threadgroup_position_in_grid.y;

@@ -3,6 +3,10 @@
 
 #include "threadgroup.h"
 
+// An 8-bit logit is the distance from the largest logit of the tile, in sixteenths of a nat.
+constant constexpr uint NO_WEIGHT = 254;   // -inf, or too far below the largest logit
+constant constexpr uint NO_SOFTMAX = 255;  // NaN or +inf: see merge_statistics
+
 constant constexpr uint GROUP_KEYS = 64;  // keys that share lo and step
 constant constexpr uint SCORE_TILE = 1024;  // int4 keys per threadgroup
 

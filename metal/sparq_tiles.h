@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bias.h"
-#include "sparq_codes.h"
+#include "score_tile.h"
 
 // Largest logit and sum of exp(logit - largest) of a tile for each query of the group; -inf and 0 without a valid key.
 // The sum is NaN if a logit is NaN or +inf.

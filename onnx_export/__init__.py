@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .build import check as check
     from .build import node as node
     from .build import operator_model as operator_model
+    from .build import registered as registered
     from .compose import function as function
     from .compose import functions as functions
     from .domain import COMPAT as COMPAT
@@ -21,17 +22,15 @@ if TYPE_CHECKING:
     from .runtime.native import library_path as library_path
     from .runtime.native import session_options as session_options
     from .runtime.runner import Runner as Runner
-    from .schemas import registered as registered
 
 _HOMES = {
-    "build": "check node operator_model",
+    "build": "check node operator_model registered",
     "domain": "COMPAT DEFAULT DOMAIN SPEC VERSION Profile",
     "exporter.export": "export",
     "compose": "function functions",
     "runtime.native": "library_path session_options",
     "operators": "OPERATORS",
     "runtime.runner": "Runner",
-    "schemas": "registered",
 }  # imported on first use, so that a command can print a one-line error if onnx is missing
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = list(_HOME_OF)

@@ -1,18 +1,20 @@
-"""Build nodes and one-node models with the operators of the domain ``mlx_sparse``."""
+"""Build nodes and one-node models with the operators of the domain ``mlx_sparse``, and register ONNX schemas."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from numbers import Real
 
 import onnx
+from onnx.defs import OpSchema
 
 from mlx_sparse.checks import ConfigError, check_choice, check_int, check_local_window, check_rank, check_share
 
 from .compose import bodies, operator
-from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Profile, Tensor
-from .schemas import registered
+from .domain import DEFAULT, DOMAIN, SPEC, VERSION, Operator, Profile, T, Tensor, W
+from .operators import OPERATORS
 
 TYPES = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
 WEIGHT_TYPES = ("float32", "float16")
@@ -113,3 +115,94 @@ def check(model: onnx.ModelProto) -> None:
     """
     with registered():
         onnx.checker.check_model(model, full_check=True)
+
+
+def infer(op: Operator) -> Callable[[onnx.shape_inference.InferenceContext], None]:
+    """Return a function that infers the types and shapes of an operator's outputs from its inputs.
+
+    Axes with the same name must have the same length. If two lengths differ, the returned function raises
+    `onnx.shape_inference.InferenceError`.
+    """
+
+    def run(context: onnx.shape_inference.InferenceContext) -> None:
+        lengths: dict[str, onnx.TensorShapeProto.Dimension] = {}
+        given_type = 0
+        for i, tensor in enumerate(op.inputs):
+            given = context.get_input_type(i).tensor_type if context.has_input(i) else None
+            if given is None:
+                continue
+            if tensor.type == "T":
+                given_type = given.elem_type
+            if given.HasField("shape"):
+                _bind(op, tensor, given.shape, lengths)
+        for i, tensor in enumerate(op.outputs):
+            kind = given_type if tensor.type == "T" else element(tensor.type)
+            made = onnx.helper.make_tensor_type_proto(kind, [None] * len(tensor.dims))
+            for axis, dim in zip(tensor.dims, made.tensor_type.shape.dim, strict=True):
+                if isinstance(axis, int):
+                    dim.dim_value = axis
+                elif axis in lengths:
+                    dim.CopyFrom(lengths[axis])
+            context.set_output_type(i, made)
+
+    return run
+
+
+def _bind(
+    op: Operator,
+    tensor: Tensor,
+    shape: onnx.TensorShapeProto,
+    lengths: dict[str, onnx.TensorShapeProto.Dimension],
+) -> None:
+    """Record the length of each axis of ``tensor`` in ``lengths``. A fixed length replaces a symbolic length."""
+    where = f"{op.name}: {tensor.name}"
+    if len(shape.dim) != len(tensor.dims):
+        raise onnx.shape_inference.InferenceError(f"{where}: expected axes ({tensor.axes}), got {len(shape.dim)} axes.")
+    for axis, dim in zip(tensor.dims, shape.dim, strict=True):
+        if isinstance(axis, int):
+            known = onnx.TensorShapeProto.Dimension(dim_value=axis)
+        else:
+            known = lengths.setdefault(axis, dim)
+            if dim.HasField("dim_value") and not known.HasField("dim_value"):
+                lengths[axis] = dim
+        fixed = known.HasField("dim_value") and dim.HasField("dim_value")
+        if fixed and known.dim_value != dim.dim_value:
+            raise onnx.shape_inference.InferenceError(
+                f"{where}: expected {axis} = {known.dim_value} as elsewhere in the node, got {dim.dim_value}."
+            )
+
+
+def schema(op: Operator) -> OpSchema:
+    """Return the `onnx.defs.OpSchema` of an op, including its shape inference function."""
+    kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT}
+
+    def formal(tensor: Tensor) -> OpSchema.FormalParameter:
+        return OpSchema.FormalParameter(tensor.name, tensor.type, f"({', '.join(tensor.axes.split())}). {tensor.doc}")
+
+    constraints = [("T", list(T), "Type of queries, keys, values and caches.")]
+    if op.weighted:
+        constraints.append(("W", list(W), "Type of centroids and query networks."))
+    made = OpSchema(
+        op.name,
+        DOMAIN,
+        VERSION,
+        op.doc,
+        inputs=[formal(tensor) for tensor in op.inputs],
+        outputs=[formal(tensor) for tensor in op.outputs],
+        type_constraints=constraints,
+        attributes=[OpSchema.Attribute(a.name, kinds[a.type], a.doc, required=True) for a in op.attributes],
+    )
+    made.set_type_and_shape_inference_function(infer(op))
+    return made
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Register the schemas of all operators during a ``with`` block, so that the ONNX checker accepts the operators."""
+    for op in OPERATORS.values():
+        onnx.defs.register_schema(schema(op))
+    try:
+        yield
+    finally:
+        for name in OPERATORS:
+            onnx.defs.deregister_schema(name, VERSION, DOMAIN)

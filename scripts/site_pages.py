@@ -164,7 +164,7 @@ def _cuda_ref() -> str:
     same = [f"[`{name}`](mlx_sparse.md#mlx_sparse.{name})" for name in public_functions("triton")]
     parts = [f"# mlx_sparse.cuda_ref\n\n{cleandoc(cuda_ref.__doc__)}", "## Functions"]
     parts += [f"On torch tensors, with the arguments that they have on MLX arrays: {', '.join(same)}."]
-    parts += [_entry(f"cuda_ref.{name}") for name in " ".join(cuda_ref._HOMES.values()).split()]
+    parts += [_entry(f"cuda_ref.{name}") for name in (*cuda_ref._HOME_OF, "unavailable")]
     return "\n\n".join(parts)
 
 

@@ -12,8 +12,7 @@ from absent import without
 from require import required
 
 if importlib.util.find_spec("mlx"):
-    from mlx_sparse import blas
-    from mlx_sparse.calibrate import files
+    from mlx_sparse import blas, calibrate
     from mlx_sparse.files import cache_directory
     from mlx_sparse.tools.assets import openblas
 
@@ -81,7 +80,7 @@ def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Hide the user's calibration from all tests."""
     folder = tmp_path_factory.mktemp("measured") / "calibration"
     if MODELS:
-        files.folder = lambda: folder
+        calibrate.folder = lambda: folder
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def calibration_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty calibration folder for this test."""
     folder = tmp_path / "measured" / "calibration"
     folder.parent.mkdir()
-    monkeypatch.setattr(files, "folder", lambda: folder)
+    monkeypatch.setattr(calibrate, "folder", lambda: folder)
     return folder
 
 

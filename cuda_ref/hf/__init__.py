@@ -18,7 +18,7 @@ from typing import Any
 
 from mlx_sparse.checks import BackendUnavailable
 
-from ..availability import unavailable
+from .. import unavailable
 
 __all__ = ["SparQCache", "SparQLayer", "register"]
 

@@ -19,12 +19,11 @@ from transformers.modeling_utils import AttentionInterface
 from mlx_sparse.api.call_report import Counts
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core.base import QK_NORMS, Step
-from mlx_sparse.core.cost import nvidia_kind
-from mlx_sparse.core.decide import Facts, chunk_refusal, decide, refusal
+from mlx_sparse.core.decide import Facts, chunk_refusal, decide, nvidia_kind, refusal
 from mlx_sparse.core.stats import dense_elements
 from mlx_sparse.methods import SparQ
 
-from ..availability import interpreted
+from .. import interpreted
 from ..checks import DTYPES, HEAD_DIMS, LARGEST_GROUP
 from ..launchers import configs
 from . import require

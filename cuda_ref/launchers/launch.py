@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..availability import interpreted
+from .. import interpreted
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from ..checks import Shaped, Sizes, check_choice, check_decode_step, check_qkv, check_shape
 from ..core import stats
 from ..core.blocks.layout import Layout
-from ..core.decide import skips_keys
 from ..core.stats import Stats
 from ..methods.sparq.scoring_keys import KeyCodes, check_keys_t
 
@@ -90,7 +89,7 @@ class Call(Generic[Array]):
 
         A call with a bias always runs the method, because the function for dense attention takes no bias.
         """
-        return self.bias is not None or skips_keys(attended, self.sizes.L, self.sizes.S)
+        return self.bias is not None or (self.sizes.L == 1 and self.sizes.S > attended)
 
     @property
     def biased(self) -> dict[str, Array]:

@@ -1,13 +1,14 @@
-"""Time dense and sparse attention on layers with random keys and values."""
+"""Time dense and sparse attention on layers with random keys and values, and search for the crossover length."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import quantiles
-from typing import Any, cast
+from statistics import median, quantiles
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -19,8 +20,11 @@ from ..cache.sparse_cache import SparseCache
 from ..core import registry
 from ..core.base import Method, Prefill, Step
 from ..core.blocks.layout import Layout
-from .search import MIN_SPEEDUP, Pairs
 
+MIN_SPEEDUP = 1.05  # dense over sparse time at which sparse attention wins; above 1 because of noise
+PRECISION = 1.1  # the search ends if the shortest win is at most this factor above the longest loss
+TIMINGS = 4  # maximum number of timings of a length, if it is unclear which side is faster
+CONFIDENCE = 0.9  # confidence level of the interval around the median ratio of a length
 PAIRS = (5, 15)  # minimum and maximum number of dense and sparse steps of one timing of a length
 PROMPT_TURNS = 3
 DENSITIES = (0.125, 0.5)  # densities at which a prefill chunk is timed
@@ -31,6 +35,8 @@ FREE_SHARE = 0.25  # share of the free memory that a measurement may use
 WORKING_SET = 128 << 20  # bytes of K and V that a timed step should read: more than most last-level caches
 LEAST_LAYERS = 2  # per timed step
 MOST_LAYERS = {"cpu": 8, "gpu": 32}  # per timed step; more layers reduce the share of the wait for a GPU
+
+Pairs = Sequence[tuple[float, float]]  # seconds of a dense and a sparse step that ran one after the other
 
 
 @dataclass(frozen=True)
@@ -235,3 +241,77 @@ def seconds_of(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     mx.eval(run())
     return time.perf_counter() - start
+
+
+class Point(NamedTuple):
+    """Median ``ratio`` of dense to sparse time at ``S`` keys, and its confidence interval from ``low`` to ``high``."""
+
+    S: int
+    low: float
+    ratio: float
+    high: float
+
+    @classmethod
+    def of(cls, S: int, pairs: Pairs) -> Point:
+        """Compute the median ratio of ``pairs`` and its distribution-free confidence interval at level `CONFIDENCE`.
+
+        The number of ratios below the true median has a binomial distribution with probability 1/2. Therefore, two
+        sorted ratios at the same distance from both ends bound the median. More pairs give a narrower interval.
+        """
+        ratios = sorted(dense / sparse for dense, sparse in pairs)
+        n, rank, tail = len(ratios), 0, 0.0
+        while rank < (n - 1) // 2 and 2 * (tail := tail + math.comb(n, rank) / 2**n) <= 1 - CONFIDENCE:
+            rank += 1
+        rank = max(rank - 1, 0)
+        return cls(S, ratios[rank], median(ratios), ratios[n - 1 - rank])
+
+
+def crossover(points: Sequence[Point]) -> tuple[int | None, int | None]:
+    """Return the shortest length in keys at which sparse attention may win, and the shortest at which it clearly wins.
+
+    Sparse attention may win if the confidence interval of the ratio ends at `MIN_SPEEDUP` or above. It clearly wins if
+    the interval begins at `MIN_SPEEDUP` or above. All longer measured lengths must meet the same condition. If no
+    length qualifies, the result is None.
+    """
+
+    def shortest(wins: Callable[[Point], bool]) -> int | None:
+        slower = max((point.S for point in points if not wins(point)), default=0)
+        return next((point.S for point in points if point.S > slower), None)
+
+    return shortest(lambda point: point.high >= MIN_SPEEDUP), shortest(lambda point: point.low >= MIN_SPEEDUP)
+
+
+def find(measure: Callable[[int], Pairs], *, shortest: int, longest: int, first: int, seconds: float) -> list[Point]:
+    """Find the crossover length of decode steps by bisection, and return a `Point` for each timed length.
+
+    The search ends when the crossover length is known to within 10 %, or before a length that would exceed ``seconds``.
+    It starts at ``first``, doubles or halves the length until sparse attention has won once and lost once, and then
+    bisects. A length is timed again, up to `TIMINGS` times, while its confidence interval contains `MIN_SPEEDUP`.
+    """
+    end = time.monotonic() + seconds
+    points: dict[int, Point] = {}
+    won, lost = math.inf, 0  # the shortest length that won so far, and the longest that lost
+    S = min(max(first, shortest), longest)
+    while True:
+        before, last = time.monotonic(), S
+        pairs: list[tuple[float, float]] = []
+        for timing in range(TIMINGS):
+            pairs += measure(S)
+            point = points[S] = Point.of(S, pairs)
+            # The place of the arrays in memory changes the ratio, so a length needs two timings to win.
+            won_twice = timing > 0 and point.low >= MIN_SPEEDUP
+            if won_twice or point.high < MIN_SPEEDUP or time.monotonic() > end:
+                break
+        if point.low >= MIN_SPEEDUP:
+            won = S
+        else:
+            lost = S
+        if won == math.inf:
+            S = min(2 * lost, longest)
+        elif not lost:
+            S = max(int(won) // 2, shortest)
+        elif won > PRECISION * lost:
+            S = round(math.sqrt(won * lost))
+        now = time.monotonic()
+        if S in points or now + (now - before) * S / last > end:
+            return [points[S] for S in sorted(points)]

@@ -62,7 +62,7 @@ def unavailable(backend: str) -> str | None:
     if backend in WHOLE_BUFFERS:
         return _not_default(backend)
     if backend == "triton":
-        return _ask("cuda_ref.availability")
+        return _ask("cuda_ref")
     if backend in ("onnx", "ort"):
         return _no_onnx(backend)
     return not_installed("mlx") if backend == "ops" else None

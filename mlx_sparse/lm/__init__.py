@@ -5,8 +5,8 @@ has its own `scaled_dot_product_attention`. `seam` replaces both functions in th
 selects sparse or dense attention for each layer, and `call` runs the attention of one forward pass. `statistics` and
 `recall` count sparse calls. `command` adds the options to the commands, and `variable` enables the models that other
 programs load. Some methods need `hooks`: `h2o` accumulates attention scores during dense prefill, and `saap` assigns
-pre-RoPE keys from `rope` to buckets. `speculative` implements lossless decoding. `distributed` runs models on several
-ranks.
+pre-RoPE keys from `rope` to buckets. `speculative` implements lossless decoding. `ranks` checks that
+all ranks of a sharded model run the same command.
 """
 
 from .model import disable, enable, lossless, report, sparse

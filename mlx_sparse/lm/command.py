@@ -13,8 +13,8 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 
 from ..checks import SparseAttentionError
-from .distributed.ranks import connection_error
 from .options import add_options, end
+from .ranks import connection_error
 from .session import Session
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.call_report import Counts, listing
-from ..calibrate.files import WRITING
+from ..calibrate import WRITING
 
 if TYPE_CHECKING:
     from mlx_lm.server import GenerationContext, ResponseGenerator

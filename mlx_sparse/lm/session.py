@@ -21,9 +21,9 @@ from ..core import registry
 from ..core.base import Method, Prefill
 from ..core.decide import NEVER
 from ..model_info import is_drafter
-from .distributed.ranks import Ranks, difference, facts_of
 from .loading import blas_note, has_all_weights, loading, quantizing, refuse_rotating_cache, unfit_warning
 from .options import fail, print_error, print_line, requested
+from .ranks import Ranks, difference, facts_of
 
 if TYPE_CHECKING:
     from mlx import nn

@@ -28,12 +28,12 @@ from ..defaults import FOR_ALL, SAMPLE_CHUNK, lanes_for
 from ..domain import COMPAT, DEFAULT, DOMAIN, SPEC
 from ..runtime import native as kernels
 from ..runtime.genai import eos_tokens, write_config
+from .compare import Agreement, compare
 from .decoder import Decoder, Target
 from .families import Family, check_modules, family_of
 from .graph import DataFile, Graph
 from .methods import DECODE, sample
-from .verify.compare import Agreement, compare
-from .verify.reference import reference
+from .reference import reference
 from .weights import QUANTIZED
 
 if TYPE_CHECKING:

@@ -52,6 +52,4 @@ struct Registered {
 // Attributes of SampleAttention. Every operator with caches has a second signature with these attributes.
 constexpr const char* kSampled = " alpha_column alpha_slash chunks block_size dense_prompt_below";
 
-Attributes read_attributes(const Signature&, const ort::Api*, const ort::KernelInfo*);
-
 }  // namespace sparse

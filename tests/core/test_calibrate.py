@@ -17,10 +17,20 @@ from tiny_models import build, greedy, prompt_of, write
 
 import mlx_sparse
 from mlx_sparse import calibrate, cli
-from mlx_sparse.calibrate import GIVEN, MEASURED, MODELED, Calibration, Threshold, timing
-from mlx_sparse.calibrate.files import measurement_key, path_of, read_measurement, read_points, write_measurement
-from mlx_sparse.calibrate.search import MIN_SPEEDUP
-from mlx_sparse.calibrate.timing import Layer
+from mlx_sparse.calibrate import (
+    GIVEN,
+    MEASURED,
+    MODELED,
+    Calibration,
+    Threshold,
+    measurement_key,
+    path_of,
+    read_measurement,
+    read_points,
+    timing,
+    write_measurement,
+)
+from mlx_sparse.calibrate.timing import MIN_SPEEDUP, Layer
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core.base import Method, Step
 from mlx_sparse.lm.model import plan_of

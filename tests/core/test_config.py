@@ -18,8 +18,7 @@ from mlx_sparse import methods
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core import stats
 from mlx_sparse.core.base import Dense, Method, Step
-from mlx_sparse.core.cost import ENOUGH_SAVED
-from mlx_sparse.core.decide import NEVER
+from mlx_sparse.core.decide import ENOUGH_SAVED, NEVER
 from mlx_sparse.methods import (
     H2O,
     MAX_TOML_BYTES,

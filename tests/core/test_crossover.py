@@ -14,9 +14,8 @@ import pytest
 from json_tables import read_tables
 
 from mlx_sparse import calibrate
-from mlx_sparse.calibrate import files, search
-from mlx_sparse.calibrate.files import read_measurement, read_points, write_measurement
-from mlx_sparse.calibrate.search import MIN_SPEEDUP, PRECISION, Pairs, Point, crossover, find
+from mlx_sparse.calibrate import read_measurement, read_points, timing, write_measurement
+from mlx_sparse.calibrate.timing import MIN_SPEEDUP, PRECISION, Pairs, Point, crossover, find
 from mlx_sparse.checks import ArtefactError
 
 DATA = read_tables(__file__)
@@ -101,7 +100,7 @@ def test_search_stops_before_exceeding_the_time_limit(monkeypatch: pytest.Monkey
         now += S / 1000
         return simulated(device)(S)
 
-    monkeypatch.setattr(search.time, "monotonic", lambda: now)
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
     find(slow, **LIMITS | {"seconds": 20})
     assert now == 4096 / 1000 + 8192 / 1000
     assert crossover(find(partial(slow, device=SLOW), **LIMITS | {"seconds": 0})) == (4096, 4096)
@@ -133,21 +132,21 @@ def test_one_disturbed_measurement_is_repeated() -> None:
 
 
 POINTS = [[1024, 0.4, 0.5, 0.6], [2048, 1.4, 1.5, 1.6]]
-KEY: files.MeasurementKey = {"device": "a chip", "heads": 3, "method": "sparq", "mlx": "0.32"}
+KEY: calibrate.MeasurementKey = {"device": "a chip", "heads": 3, "method": "sparq", "mlx": "0.32"}
 
 
 def test_measurement_is_read_back_from_its_file(calibration_folder: Path) -> None:
     write_measurement(KEY, {"points": POINTS})
     assert read_points(read_measurement(KEY) or {}) == [Point(*point) for point in POINTS]
     assert len(list(calibration_folder.iterdir())) == 1
-    assert '"device": "a chip"' in files.path_of(KEY).read_text()
+    assert '"device": "a chip"' in calibrate.path_of(KEY).read_text()
 
 
 def test_file_under_the_name_of_another_measurement_is_refused() -> None:
     other = {**KEY, "device": "another"}
     write_measurement(other, {"points": POINTS})
     assert read_measurement(KEY) is None
-    files.path_of(other).rename(files.path_of(KEY))
+    calibrate.path_of(other).rename(calibrate.path_of(KEY))
     with pytest.raises(ArtefactError, match="expected a measurement of this machine and version, got something else"):
         read_measurement(KEY)
 
@@ -169,7 +168,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED.keys())
 def test_a_damaged_file_is_refused_in_one_line_and_can_be_replaced(data: bytes) -> None:
-    path = files.path_of(KEY)
+    path = calibrate.path_of(KEY)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     with pytest.raises(ArtefactError) as error:
@@ -195,7 +194,7 @@ def test_a_folder_that_cannot_be_written_is_an_os_error(calibration_folder: Path
 
 
 def _write_many(folder: Path, number: int) -> None:
-    files.folder = lambda: folder  # in this separate process
+    calibrate.folder = lambda: folder  # in this separate process
     for _ in range(20):
         write_measurement(KEY, {"number": number})
 

@@ -16,7 +16,7 @@ from tiny_models import build, greedy, prompt_of
 
 import mlx_sparse
 from mlx_sparse.cache.kv_cache import SparseQuantizedKVCache, adopt
-from mlx_sparse.calibrate.files import measurement_key
+from mlx_sparse.calibrate import measurement_key
 from mlx_sparse.calibrate.timing import Layer, time_steps
 from mlx_sparse.core import reasons
 from mlx_sparse.core.base import Step

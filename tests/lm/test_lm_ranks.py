@@ -22,7 +22,7 @@ from servers import Server, free_port, reports_in
 from tiny_models import build, write
 
 from mlx_sparse.checks import ArtefactError, ConfigError
-from mlx_sparse.lm.distributed.ranks import Ranks, connection_error, difference, facts_of
+from mlx_sparse.lm.ranks import Ranks, connection_error, difference, facts_of
 from mlx_sparse.methods.saap.artefact import load
 from mlx_sparse.model_parts import Part, part_of
 

@@ -196,7 +196,7 @@ def test_doctor_and_ranks_work_without_the_metadata(installed):
     removed = metadata.rename(installed.folder / "removed")
     bin, cwd = installed.folder / "bin", installed.folder
     doctor = run(bin / "mlx-sparse", "doctor", cwd=cwd, check=False)
-    code = "import argparse, mlx_sparse.lm.distributed.ranks as r; print(*r.facts_of(argparse.Namespace(), ()))"
+    code = "import argparse, mlx_sparse.lm.ranks as r; print(*r.facts_of(argparse.Namespace(), ()))"
     ranks = run(bin / "python", "-c", code, cwd=cwd, check=False)
     removed.rename(metadata)
     assert (doctor.returncode, doctor.stderr) == (1, "")

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from tiny_models import write
 
 from mlx_sparse import calibrate, cli, native
-from mlx_sparse.calibrate.files import measurement_key, write_measurement
+from mlx_sparse.calibrate import measurement_key, write_measurement
 from mlx_sparse.core import registry
 from mlx_sparse.core.reasons import UNTUNED
 from mlx_sparse.methods import METHODS

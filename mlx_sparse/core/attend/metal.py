@@ -22,7 +22,7 @@ from ..launch import (
 )
 from ..packed_rows import Rows
 from ..select.metal import ITEMS
-from .metal_merge import GROUPS, UNSPLIT, merging
+from .metal_rows import GROUPS, UNSPLIT, merging
 from .metal_rows import attend_rows as attend_rows  # the registry finds it here
 
 # MLX's own kernels compute dense attention. `dense_lse` is no part of a decode step.

@@ -1,4 +1,4 @@
-"""Compute dense attention for large query groups on the GPU's matrix units (metal/attend_rows.h)."""
+"""Compute dense attention for large query groups on the GPU's matrix units (metal/attend_rows.h), and merge parts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import mlx.core as mx
 
 from ..launch import LANES, LAUNCH_CACHE_SIZE, Kernel, Launch, integer, of_one_type, padding_or_zeros, real
 from ..registry import METAL_ROWS
-from .metal_merge import GROUPS, UNSPLIT, merging
 
+UNSPLIT = 512  # maximum length of a list that one threadgroup attends to, so that no merge is needed
+GROUPS = 512  # number of threadgroups that fills the largest GPU several times
 SIDE = 8  # query rows per SIMD group
 # Minimum number of keys per query row in a split. A split reads a key row and a value row for each key. It writes one
 # float32 row for each query row, which the merge reads again. At this minimum and in float16, the rows that the splits
 # write add an eighth to the bytes moved.
 KEYS_PER_ROW = 16
 
+MERGE = Kernel("merge_parts", "merge.h", ("part_out", "part_lse"), ("out", "lse"))
+MERGE_REALLOCATE = Kernel(
+    "merge_reallocate", "merge.h", ("part_out", "part_lse", "part_alpha", "value_mean"), ("out", "lse", "alpha")
+)
 _ROWS = ("queries", "keys", "values")
 ROWS = Kernel("attend_rows", "attend_rows.h", (*_ROWS, "left_padding", "length", "scale"), ("out", "lse"))
 
@@ -91,4 +96,23 @@ def _attending(
         template={"T": row_type, "D": D, "ROWS": in_group, "KEYS": staged},
         groups=(splits, Hkv * -(-rows // in_group), B),
         threads=in_group // SIDE * LANES,
+    )
+
+
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
+def merging(B: int, Hkv: int, G: int, D: int, dtype: mx.Dtype, mixed: bool = False) -> Launch:
+    """Build the launch that merges the attention results for ``splits`` parts of the keys.
+
+    The inputs are float32 ``out (B, Hkv, splits, G, D)`` and ``lse (B, Hkv, splits, G)``. The outputs are
+    ``out (B, Hkv * G, 1, D)`` and ``lse (B, Hkv * G, 1)``. If ``mixed`` is True, the launch also mixes in the
+    mean value (sparq.10).
+    """
+    Hq = Hkv * G
+    statistic = ((B, Hq, 1), mx.float32)
+    return Launch(
+        MERGE_REALLOCATE if mixed else MERGE,
+        [((B, Hq, 1, D), dtype), *[statistic] * (1 + mixed)],
+        template={"O": dtype, "D": D, "G": G},
+        groups=(1, Hq, B),
+        threads=D,
     )

@@ -10,8 +10,7 @@ from typing import ClassVar
 from ...checks import MAX_BUCKETS, ConfigError, check_choice, check_int
 from ...core import stats
 from ...core.base import Method, Step
-from ...core.cost import ENOUGH_SAVED, GATHERED_ROW, PROCESSORS, ROUTING_HEADS
-from ...core.decide import NEVER
+from ...core.decide import ENOUGH_SAVED, GATHERED_ROW, NEVER, PROCESSORS, ROUTING_HEADS
 
 ONLINE_BUCKETS = 256
 

@@ -10,8 +10,7 @@ from ...checks import ConfigError, check_int, check_sample, check_share
 from ...core import reasons
 from ...core.base import Prefill, Step, read_value
 from ...core.blocks.layout import Layout
-from ...core.cost import SAMPLE_DENSE_ABOVE, SAMPLE_SHARE, SAMPLE_TUNED_BELOW
-from ...core.decide import NEVER
+from ...core.decide import NEVER, SAMPLE_DENSE_ABOVE, SAMPLE_SHARE, SAMPLE_TUNED_BELOW
 
 
 @dataclass(frozen=True)

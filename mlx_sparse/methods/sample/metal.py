@@ -27,7 +27,7 @@ SCORES = Kernel(
     ("partials", "totals"),
 )
 SUMS = Kernel(
-    "sample_sums", "sample_sums.h", ("partials", "totals", "samples", "regions", "offset"), ("column", "slash")
+    "sample_sums", "sample_scores.h", ("partials", "totals", "samples", "regions", "offset"), ("column", "slash")
 )
 
 

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from ...checks import ConfigError, check_choice, check_int, check_rank
 from ...core import stats
 from ...core.base import Method, Step
-from ...core.cost import ENOUGH_SAVED
-from ...core.decide import NEVER
+from ...core.decide import ENOUGH_SAVED, NEVER
 from .scoring_keys import KEY_BITS, Projection
 
 

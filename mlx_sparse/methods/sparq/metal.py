@@ -70,7 +70,7 @@ ROW_SCORES = Kernel(
 )
 CODE_CANDIDATES = Kernel(
     "sparq_code_candidates",
-    "sparq_code_candidates.h",
+    "sparq_candidates.h",
     ("logits", "statistics", "left_padding", "bias", "length", "local_window", "top_k"),
     ("bits", "indices", "softmax"),
 )

@@ -10,7 +10,6 @@ from mlx_arrays import DTYPES, to_mlx, to_numpy, whole
 from msl import Metal, Report
 
 from mlx_sparse.core import registry
-from mlx_sparse.core.attend import metal_merge as merge
 from mlx_sparse.core.attend import metal_rows as attend_rows
 from mlx_sparse.core.attend.oracle import dense_attention, dense_lse
 from mlx_sparse.core.blocks import metal as blocks
@@ -132,5 +131,5 @@ def test_results_of_parts_are_an_eighth_of_what_the_parts_read() -> None:
         for N in (100, 513, 2049, 16_384, 131_072):
             splits = attend_rows.splits_of(N, 8, rows)
             assert splits == 1 or 2 * splits * rows * 4 <= 1.25 / 8 * 2 * N * 2
-            assert splits * 8 <= merge.GROUPS or N > 500_000
+            assert splits * 8 <= attend_rows.GROUPS or N > 500_000
             assert N > 512 or splits == 1

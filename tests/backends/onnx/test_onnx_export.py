@@ -19,9 +19,8 @@ from exported import CODED, FLOAT32, SAAP_FILE, SAMPLE, SAMPLE_SAAP, STEPS, Expo
 from exported import PROMPT_LENGTH as PROMPT
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, make_prompt_cache
 from mlx_sparse.onnx_export import COMPAT, DEFAULT, export, registered
-from mlx_sparse.onnx_export.exporter import families
+from mlx_sparse.onnx_export.exporter import compare, families
 from mlx_sparse.onnx_export.exporter.export import methods_of
-from mlx_sparse.onnx_export.exporter.verify import compare
 from mlx_sparse.onnx_export.runtime import native
 from tier import some
 

@@ -21,9 +21,8 @@ import pytest
 import tiny_models
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_sparse.onnx_export.exporter import command, decoder, export, weights
+from mlx_sparse.onnx_export.exporter import command, compare, decoder, export, weights
 from mlx_sparse.onnx_export.exporter.methods.sparq import SparQDecoding
-from mlx_sparse.onnx_export.exporter.verify import compare
 from mlx_sparse.onnx_export.runtime.runner import Runner
 
 from mlx_sparse import cli

@@ -14,12 +14,12 @@ from cases import covering
 from exported import CODED, FLOAT32, SAMPLE, SAMPLE_SAAP, ExportedModel, by_kernels, need
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_sparse.onnx_export.exporter import compare
 from mlx_sparse.onnx_export.exporter import export as exporter
 from mlx_sparse.onnx_export.exporter.methods import sample
-from mlx_sparse.onnx_export.exporter.verify import compare
 
 from mlx_sparse.checks import ConfigError
-from mlx_sparse.core.cost import SAMPLE_TUNED_BELOW
+from mlx_sparse.core.decide import SAMPLE_TUNED_BELOW
 from mlx_sparse.methods import Sample, parse
 
 pytestmark = pytest.mark.slow  # whole models

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from mlx_sparse.cuda_ref import availability
 from require import needs_triton
 
+from mlx_sparse import cuda_ref
 from mlx_sparse.core import registry
 from mlx_sparse.extras import install_hint
 
@@ -32,13 +32,13 @@ def test_missing_packages_are_named(missing: tuple[str, ...], monkeypatch: pytes
         found = None if name in missing else importlib.util.find_spec("json")
         monkeypatch.setitem(sys.modules, name, found and importlib.util.module_from_spec(found))
     expected = f"{' and '.join(missing)} not installed: run {install_hint('cuda')}"
-    assert availability.unavailable() == registry.unavailable("triton") == expected
+    assert cuda_ref.unavailable() == registry.unavailable("triton") == expected
 
 
 def test_no_hint_where_triton_has_no_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert availability.unavailable() == "triton has packages for Linux only"
+    assert cuda_ref.unavailable() == "triton has packages for Linux only"
 
 
 def test_gpu_is_needed_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,12 +46,12 @@ def test_gpu_is_needed_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     import torch
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert availability.interpreted()
-    assert availability.unavailable() is None
+    assert cuda_ref.interpreted()
+    assert cuda_ref.unavailable() is None
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert not availability.interpreted()
+    assert not cuda_ref.interpreted()
     reason = None if torch.cuda.is_available() else "torch finds no NVIDIA GPU; TRITON_INTERPRET=1 runs"
-    assert (reason or "None") in str(availability.unavailable())
+    assert (reason or "None") in str(cuda_ref.unavailable())
 
 
 def test_unsupported_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +62,9 @@ def test_unsupported_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, reason in {(7, 5): "the GPU is an sm_75; the kernels need an sm_80 (A100)", (8, 6): "None"}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        assert str(availability.unavailable()).startswith(reason)
+        assert str(cuda_ref.unavailable()).startswith(reason)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert str(availability.unavailable()).startswith("torch is built for AMD GPUs")
+    assert str(cuda_ref.unavailable()).startswith("torch is built for AMD GPUs")
 
 
 @pytest.mark.parametrize("setting", ["1", "true", "ON", "yes", "y", "0", "no", ""])
@@ -73,7 +73,7 @@ def test_interpreter_setting_matches_triton(setting: str, monkeypatch: pytest.Mo
     from triton import knobs
 
     monkeypatch.setenv("TRITON_INTERPRET", setting)
-    assert availability.interpreted() == knobs.runtime.interpret
+    assert cuda_ref.interpreted() == knobs.runtime.interpret
 
 
 def test_broken_torch_is_a_reason(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mlx_sparse.cuda_ref.availability import interpreted, unavailable
+from mlx_sparse.cuda_ref import interpreted, unavailable
 from require import absent
 
 if not interpreted():

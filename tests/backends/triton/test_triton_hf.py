@@ -31,7 +31,7 @@ from transformers.modeling_utils import AttentionInterface
 from mlx_sparse import cuda_ref
 from mlx_sparse.checks import BackendUnavailable, ConfigError
 from mlx_sparse.core.base import Step
-from mlx_sparse.core.cost import ENOUGH_SAVED
+from mlx_sparse.core.decide import ENOUGH_SAVED
 from mlx_sparse.methods import SparQ, parse
 
 DATA = read_tables(__file__)

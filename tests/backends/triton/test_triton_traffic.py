@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Case
-from mlx_sparse.cuda_ref.availability import interpreted, unavailable
+from mlx_sparse.cuda_ref import interpreted, unavailable
 from require import absent
 from sample_cases import SampleCase
 

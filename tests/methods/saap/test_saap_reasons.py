@@ -15,7 +15,7 @@ import mlx_sparse
 from mlx_sparse.checks import ArtefactError, ConfigError
 from mlx_sparse.core import reasons
 from mlx_sparse.core.base import Step
-from mlx_sparse.core.cost import PROCESSORS
+from mlx_sparse.core.decide import PROCESSORS
 from mlx_sparse.lm import rope as rope_module
 from mlx_sparse.lm.call import Call
 from mlx_sparse.lm.model import plan_of

@@ -13,8 +13,7 @@ from json_tables import read_tables
 
 from mlx_sparse.checks import ConfigError
 from mlx_sparse.core.base import Method, Prefill
-from mlx_sparse.core.cost import SAMPLE_DENSE_ABOVE, SAMPLE_TUNED_BELOW
-from mlx_sparse.core.decide import NEVER
+from mlx_sparse.core.decide import NEVER, SAMPLE_DENSE_ABOVE, SAMPLE_TUNED_BELOW
 from mlx_sparse.methods import (
     METHODS,
     BigBird,

@@ -13,7 +13,7 @@ from tiny_models import build, prompt_of
 
 import mlx_sparse
 from mlx_sparse.core import registry
-from mlx_sparse.core.cost import SAMPLE_DENSE_ABOVE
+from mlx_sparse.core.decide import SAMPLE_DENSE_ABOVE
 
 STEP = 256
 TOO_FULL = "with too many selected key blocks"

@@ -13,9 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
-from ...checks import ConfigError
-from ...files import file_hash
+from .. import __version__
+from ..checks import ConfigError
+from ..files import file_hash
 
 # Environment variables that mlx.launch (ring, JACCL, NCCL) and Open MPI set. MLX supports no other MPI.
 ENVIRONMENT = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE")

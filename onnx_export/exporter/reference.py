@@ -19,11 +19,11 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_sparse.checks import ArtefactError, ConfigError
 
-from ..decoder import Target
-from ..families import window_of
-from ..methods import sample
-from ..methods.base import PROMPT, Step
-from ..weights import QUANTIZED
+from .decoder import Target
+from .families import window_of
+from .methods import sample
+from .methods.base import PROMPT, Step
+from .weights import QUANTIZED
 
 Array = np.ndarray
 Attention = Callable[..., mx.array]

@@ -1,1 +1,0 @@
-"""Run a model that mlx-lm shards over several ranks of MLX's distributed runtime."""
