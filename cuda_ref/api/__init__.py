@@ -8,7 +8,6 @@ operator. Functions that exist only in this backend are in
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +16,6 @@ import triton as triton  # raises here, when a function is imported, if triton i
 
 from mlx_sparse.api.functions import Functions
 from mlx_sparse.checks import BackendUnavailable, ShapeError, Sizes
-from mlx_sparse.core import registry
 
 from .. import checks
 
@@ -67,9 +65,6 @@ class Torch:
         if function in BLOCKS or (sizes.L == 1 and len(arrays) > 1):
             checks.check_head_dim(sizes.D)
         return "triton"
-
-    def load(self, function: str, backend: str) -> Callable[..., Any]:
-        return registry.load(function, backend)
 
     def padding(self, left_padding: checks.Padding, sizes: Sizes, like: torch.Tensor) -> torch.Tensor | None:
         return checks.as_padding(left_padding, sizes, like.device)

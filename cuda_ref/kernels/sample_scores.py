@@ -21,6 +21,7 @@ import triton.language as tl
 from .numbers import finite, widen
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LAYOUT = ["length", "offset", "first_row_block", "row_blocks", "chunks"]  # change with every chunk
 
 
 @triton.jit
@@ -38,7 +39,7 @@ def log2_of(mass):
     return tl.where(mass > 0, tl.log2(tl.where(mass > 0, mass, 1.0)), float("-inf"))
 
 
-@triton.jit(do_not_specialize=["length", "offset", "first_row_block", "row_blocks", "chunks", "rows", "heads"])
+@triton.jit(do_not_specialize=[*LAYOUT, "rows", "heads"])
 def sample_scores(
     queries,  # (B, Hq, length - offset, D), last stride 1
     keys,  # (B, Hkv, length, D), last stride 1
@@ -155,9 +156,7 @@ def bin_weight(parts, block, which: tl.constexpr, m, seen, logarithm, BLOCK_SIZE
     return tl.sum(tl.exp2(part - logarithm[None, :]), axis=1)
 
 
-@triton.jit(
-    do_not_specialize=["length", "offset", "first_row_block", "row_blocks", "chunks", "rows", "splits", "key_blocks"]
-)
+@triton.jit(do_not_specialize=[*LAYOUT, "rows", "splits", "key_blocks"])
 def sample_sums(
     parts,  # output of `sample_scores`
     statistics,  # output of `sample_scores`
@@ -200,19 +199,7 @@ def sample_sums(
     tl.store(slash + out, mass, mask=index < key_blocks)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "length",
-        "offset",
-        "first_row_block",
-        "row_blocks",
-        "chunks",
-        "first",
-        "made",
-        "width",
-        "key_blocks",
-    ]
-)
+@triton.jit(do_not_specialize=[*LAYOUT, "first", "made", "width", "key_blocks"])
 def merge_blocks(
     column_kept,  # (B Hq, C, key blocks) uint8: 1 = selected
     slash_kept,  # same as column_kept

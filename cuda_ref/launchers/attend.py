@@ -1,4 +1,4 @@
-"""Launch `core.attend.metal`, which computes exact attention of one query per head to listed keys or to all keys."""
+"""Launch `kernels.attend`, which computes exact attention of one query per head to listed keys or to all keys."""
 
 from __future__ import annotations
 

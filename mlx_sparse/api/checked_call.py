@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..checks import Shaped, Sizes, check_choice, check_decode_step, check_qkv, check_shape
-from ..core import stats
+from ..core import registry, stats
 from ..core.blocks.layout import Layout
 from ..core.stats import Stats
 from ..methods.sparq.scoring_keys import KeyCodes, check_keys_t
@@ -37,12 +37,6 @@ class Library(Protocol[Array]):
 
         Raises:
             BackendUnavailable, ConfigError, ShapeError: the backend cannot run the function on ``arrays``.
-        """
-
-    def load(self, function: str, backend: str) -> Callable[..., Any]:
-        """Return the implementation of ``function`` in ``backend``. The implementation does not check its arguments.
-
-        The first two results of most implementations are ``out`` and the float32 ``lse``.
         """
 
     def padding(self, left_padding: Array | None, sizes: Sizes, like: Array) -> Array | None:
@@ -113,7 +107,7 @@ class Call(Generic[Array]):
 
     def load(self, function: str) -> Callable[..., Any]:
         """Return the implementation of ``function`` in the selected backend."""
-        return self.library.load(function, self.backend)
+        return registry.load(function, self.backend)
 
     def run(self, **parameters: object) -> Any:
         """Run the function in the selected backend and return its results."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -36,9 +35,6 @@ class MLX:
             registry.require(backend, function, reason)
             return "ops"
         return name
-
-    def load(self, function: str, backend: str) -> Callable[..., Any]:
-        return registry.load(function, backend)
 
     def padding(self, left_padding: mx.array | None, sizes: Sizes, like: mx.array) -> mx.array | None:
         if left_padding is None:

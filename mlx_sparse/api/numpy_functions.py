@@ -5,14 +5,12 @@ The only backend is the float64 reference in `mlx_sparse.oracle`, which does not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from ..checks import BackendUnavailable, ConfigError, ShapeError, Sizes, check_shape
-from ..core import registry
 from .functions import Functions
 
 Array = np.ndarray
@@ -37,9 +35,6 @@ class NumPy:
         if backend not in ("auto", "oracle"):
             raise BackendUnavailable(f"backend: expected auto or oracle for mlx_sparse.oracle, got {backend}.")
         return "oracle"
-
-    def load(self, function: str, backend: str) -> Callable[..., Any]:
-        return registry.load(function, backend)
 
     def padding(self, left_padding: Array | None, sizes: Sizes, like: Array) -> Array | None:
         if left_padding is None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Generic
 
 from ..checks import MAX_BUCKETS, Sizes, check_centroids, check_int, check_router, check_saap
-from ..core import stats
+from ..core import registry, stats
 from .checked_call import Array, Call, Library
 
 
@@ -32,7 +32,7 @@ class SaapFunctions(Generic[Array]):
         check_int("buckets", centroids.shape[1], 1, MAX_BUCKETS)
         B, Hkv, n, D = keys.shape
         chosen = library.resolve(backend, "saap_assign", Sizes(B, Hkv, Hkv, 1, n, D), keys)
-        ids: Array = library.load("saap_assign", chosen)(keys, centroids)
+        ids: Array = registry.load("saap_assign", chosen)(keys, centroids)
         return ids
 
     def saap_route(
@@ -72,7 +72,7 @@ class SaapFunctions(Generic[Array]):
         check_int("probes", probes, 1, C)
         B, Hq, _, D = queries.shape
         chosen = library.resolve(backend, "saap_route", Sizes(B, Hq, out_weight.shape[0], 1, 1, D), queries)
-        visited: Array = library.load("saap_route", chosen)(queries, **network, probes=probes)
+        visited: Array = registry.load("saap_route", chosen)(queries, **network, probes=probes)
         return visited
 
     def saap_attention(

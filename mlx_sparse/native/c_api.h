@@ -1,4 +1,4 @@
-// C interface of the library, for MLX. mlx_sparse/core/native.py declares the same structures for ctypes.
+// C interface of the library, for MLX. mlx_sparse/core/native_call.py declares the same structures for ctypes.
 //
 // Every function checks the sizes of all buffers, and returns null or the message of an error. The message is valid until
 // the next call in the same thread. Calls from several threads may overlap.

@@ -74,7 +74,7 @@ struct Codes {
   const int32_t* components;  // (rank)
   int rank;
   int G;
-  int groups;     //
+  int groups;
   int64_t ahead;  // distance in bytes to the next read, for prefetching
 };
 

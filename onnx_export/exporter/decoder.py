@@ -17,7 +17,7 @@ from mlx_sparse.methods import Sample
 
 from .. import build
 from ..domain import Tensor
-from ..operators import OPERATORS, SAMPLING
+from ..operators import OPERATORS, SAMPLING, coded_axes
 from .families import Family, Rope, head_dim, rope_of, window_of
 from .graph import Graph
 from .methods import EXACT, sample
@@ -283,7 +283,7 @@ class Decoder:
             attributes["window"] = window
         self._sizes = {"B": "batch", "Hkv": sizes[0], "C": capacity, "D": sizes[1]}
         self._sizes |= {"3Hkv": 3 * sizes[0], "HkvD": sizes[0] * sizes[1]}
-        self._sizes.update(decode.axes(capacity))
+        self._sizes.update(coded_axes(capacity))
         outputs = {"output": f"{g.scope}attended"}
         states = operator.states
         for name in sorted(states, key=lambda name: name not in ("key", "value")):

@@ -88,13 +88,6 @@ class Decoding:
         """
         return {}
 
-    def axes(self, capacity: int) -> dict[str, int]:
-        """Return a dict from axis name to length for the axes that only this operator has.
-
-        ``capacity`` is the number of slots in the caches.
-        """
-        return {}
-
     def routing(self, before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
         """Return the operator's additional inputs as a dict from input names to value names in the graph.
 

@@ -14,7 +14,6 @@ from mlx_sparse.methods import SparQ
 from mlx_sparse.methods.sparq.scoring_keys import GROUP
 
 from ...defaults import dense_below
-from ...operators import coded_axes
 from ..families import head_dim
 from .base import KEYS, Decoding, Step
 
@@ -87,6 +86,3 @@ class CodedSparQDecoding(SparQDecoding):
 
     def attributes(self, lanes: int) -> dict[str, float]:
         return {name: value for name, value in super().attributes(lanes).items() if name != "lanes"}
-
-    def axes(self, capacity: int) -> dict[str, int]:
-        return coded_axes(capacity)
