@@ -125,11 +125,19 @@ def test_prefill_of_exported_models_is_timed(model: Path, tmp_path: Path, capsys
     assert all(row["turns"] == 2 and row["generation"] > 0 for row in rows)
 
 
-def test_models_with_differing_backends_are_not_timed(model: Path, monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("factor", [2, np.nan])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_models_whose_backends_differ_for_most_tokens_are_not_timed(
+    tokens: int, factor: float, model: Path, monkeypatch: Any, capsys: Any
+) -> None:
     need_native()
-    right = bench_generate.Decoder._first
+    right, wrong = bench_generate.Decoder._first, bench_generate.TOKENS[:tokens]
     monkeypatch.setattr(
-        bench_generate.Decoder, "_first", lambda self, runner, token: right(self, runner, token) * (1 + runner.native)
+        bench_generate.Decoder,
+        "_first",
+        lambda self, runner, token: right(self, runner, token) * (factor if runner.native and token in wrong else 1),
     )
-    rows = generated(capsys, model, SPARQ, code=1)
-    assert all(row["failed"] and "logits differ" in row["note"] and "generation" not in row for row in rows)
+    refused = tokens > 1 or np.isnan(factor)
+    for row in generated(capsys, model, SPARQ, code=int(refused)):
+        assert row["failed"] == refused == ("generation" not in row)
+        assert not refused or "logits differ" in row["note"]
