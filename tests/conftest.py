@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ if not Path("/dev/nvidiactl").exists():
 if "PYTEST_XDIST_WORKER" in os.environ:
     for library in ("OPENBLAS", "OMP"):
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+
+# Background jobs of a shell ignore interrupts, and so would the commands that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These plugins need mlx, which scripts/gpu_check.sh does not install on machines with an NVIDIA GPU.
 MODELS = ["fixtures_lm", "fixtures_msl", "fixtures_smollm2"] if importlib.util.find_spec("mlx") else []

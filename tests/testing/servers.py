@@ -37,8 +37,6 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Background jobs of a shell ignore SIGINT, and so do their children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - the child runs no thread
         )
 
     def post(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -157,8 +157,6 @@ def talking() -> subprocess.Popen[bytes]:
         [*long, "--prompt", WORDS],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A shell's background jobs ignore interrupts, and so would their children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - the child runs no thread
     )
     assert process.stdout
     assert process.stdout.readline() == b"==========\n"
