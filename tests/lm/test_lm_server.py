@@ -169,12 +169,19 @@ def test_reloaded_model_continues_its_report(decode: str, model: Path):
     assert twice["buckets"] is None or twice["buckets"]["keys"] == 2 * once["buckets"]["keys"] > 0
 
 
-def test_unservable_model_ends_the_server_with_one_line(tmp_path: Path):
-    with running(write(tmp_path / "gemma2", "gemma2"), *SPARSE) as server:
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("gemma2", SPARSE, "model: expected attention through .*, got gemma2, .*"),
+        ("llama", ["--attn", "sparq:rank=99"], "rank: expected at most the head dim D=16, got 99"),
+    ],
+)
+def test_unservable_model_ends_the_server_with_one_line(family: str, options: list[str], message: str, tmp_path: Path):
+    with running(write(tmp_path / family, family), *options) as server:
         out, err = server.process.communicate(timeout=60)
     assert server.process.returncode == 2
     assert out == ""
     errors = [line for line in err.splitlines() if "error:" in line]
     assert len(errors) == 1
-    assert re.match(r"mlx_lm\.server: error: model: expected attention through .*, got gemma2, ", errors[0])
+    assert re.fullmatch(rf"mlx_lm\.server: error: {message}\.?", errors[0])
     assert "Traceback" not in err

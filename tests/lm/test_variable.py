@@ -52,7 +52,7 @@ def program(code: str, *arguments: object, **environment: str) -> tuple[str, str
     return done.stdout.strip(), done.stderr
 
 
-@pytest.mark.parametrize("value", ["  ", None])
+@pytest.mark.parametrize("value", ["", "  ", None])
 def test_without_the_variable_nothing_happens(value: str | None, folder: Path) -> None:
     given = {} if value is None else {"MLX_SPARSE_ATTN": value}
     out, err = program(PROGRAM, folder, **given)

@@ -96,7 +96,7 @@ def notes(err: str) -> list[str]:
     return [part.removeprefix("[mlx-sparse] ") for part in re.split("\n|; ", err) if "BLAS" in part]
 
 
-SPELLINGS = ["mlx_lm.generate"]  # tests/lm/test_lm_commands.py tests the other spellings
+SPELLINGS = ["mlx_lm.generate", "mlx_lm generate", "python -m mlx_lm generate", "mlx-sparse generate"]
 if find_spec("mlx_vlm"):
     SPELLINGS.append("mlx_vlm.generate")
 

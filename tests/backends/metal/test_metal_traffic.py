@@ -20,7 +20,6 @@ def test_sparq_reads_the_selected_components_and_rows_once(capsys: pytest.Captur
     assert row["bytes"]["keys_t"] == heads * rank * traffic.KEYS * traffic.ITEM
     assert row["bytes"]["keys"] == row["bytes"]["values"] == heads * top_k * traffic.D * traffic.ITEM
     assert row["formula"] < row["mean"] < row["dense"]
-    assert abs(row["modeled"] / row["mean"] - 1) < 0.04
 
 
 def test_the_work_of_gathered_prefill_is_its_density_and_half_of_its_sampled_scores(

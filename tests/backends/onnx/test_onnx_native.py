@@ -16,7 +16,7 @@ import onnx
 import pytest
 import reference
 from adapters import ADAPTERS, SETS
-from cases import CASES, SOME_CASES, Array, Case, assert_same_selection, covering
+from cases import CASES, Array, Case, assert_same_selection
 from expected import assert_conforms, expected
 from mlx_sparse.onnx_export.runtime import native
 from onnx_operators import (
@@ -25,6 +25,7 @@ from onnx_operators import (
     advance,
     assert_is_sparq,
     attributes,
+    by_case,
     coded_step,
     empty_caches,
     padding,
@@ -57,17 +58,17 @@ def prompted(case: Case, k: Array, v: Array, tokens: int) -> dict[str, Array]:
     return advance(caches, got, tokens)
 
 
-STEPS = covering(list(itertools.product(SOME_CASES, ["odd-sizes", "reallocate", "own-scale"])), SETS)
-
-
-@pytest.mark.parametrize(("case", "setting", "name"), [(*step, name) for step, name in STEPS], ids=str)
+@pytest.mark.parametrize("setting", ["odd-sizes", "reallocate", "own-scale"])
+@by_case
+@pytest.mark.parametrize("name", SETS)
 def test_every_instruction_set_runs_sparq_as_the_oracle(name: str, case: Case, setting: str, limit: Any) -> None:
     limit(name)
     found = ADAPTERS["ort"].sparq(case, parameters(case, setting))
     assert_conforms(found, expected(case, setting, "sparq"), case)
 
 
-@pytest.mark.parametrize(("case", "name"), covering(CASES[3::3], SETS), ids=str)
+@pytest.mark.parametrize("case", CASES[3::3], ids=str)
+@pytest.mark.parametrize("name", SETS)
 def test_every_instruction_set_runs_int4_sparq_as_the_oracle(name: str, case: Case, limit: Any) -> None:
     limit(name)
     wanted = oracle.sparq.code_keys(case.inputs()[1], left_padding=case.padding)
@@ -80,7 +81,8 @@ def test_every_instruction_set_runs_int4_sparq_as_the_oracle(name: str, case: Ca
     assert_is_sparq(got["output"], case, params, *case.inputs())
 
 
-@pytest.mark.parametrize(("case", "name"), covering([*SAMPLE_CASES[1:8], *SAAP_CASES[2::2]], SETS), ids=str)
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("case", [*SAMPLE_CASES[1:8], *SAAP_CASES[2::2]], ids=str)
 def test_every_instruction_set_runs_sample_and_saap_as_the_oracle(name: str, case: Any, limit: Any) -> None:
     limit(name)
     if isinstance(case, SaapCase):

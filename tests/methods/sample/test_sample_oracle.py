@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -161,13 +160,10 @@ def test_query_heads_that_share_keys_select_independently() -> None:
         assert [r[r >= 0].tolist() for r in together[0, h]] == [r[r >= 0].tolist() for r in alone]
 
 
+@pytest.mark.parametrize("L", [1, 31, 32, 33, 64, 100, 129, 200])
+@pytest.mark.parametrize("prefix", [0, 1, 31, 32, 40, 96])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
-def test_regions_cut_the_queries_into_whole_row_blocks(chunks: int) -> None:
-    for L, prefix in itertools.product([1, 31, 32, 33, 64, 100, 129, 200], [0, 1, 31, 32, 40, 96]):
-        assert_regions(L, prefix, chunks)
-
-
-def assert_regions(L: int, prefix: int, chunks: int) -> None:
+def test_regions_cut_the_queries_into_whole_row_blocks(L: int, prefix: int, chunks: int) -> None:
     layout = Layout(L, prefix + L, chunks, 32)
     blocks = [block for region in layout.regions for block in range(region.first, region.stop)]
     assert blocks == sorted({(prefix + i) // 32 for i in range(L)})

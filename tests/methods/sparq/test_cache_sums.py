@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from cases import covering
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_sparse.cache.kv_cache import adopt
@@ -26,12 +24,7 @@ READS = {
 CHOICE: dict[str, Any] = {"rank": 5, "top_k": 12, "local_window": 3}
 
 reads = pytest.mark.parametrize("read", READS)
-
-
-def with_histories(*histories: Callable[..., Any]) -> Any:
-    """Give a test every history with each bad number. What a method reads alternates."""
-    rows = covering(list(product(histories, [np.nan, np.inf, 1e6, 1e12])), list(READS))
-    return pytest.mark.parametrize(("history", "bad", "read"), [(*pair, read) for pair, read in rows])
+bad_numbers = pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6, 1e12])
 
 
 def some_rows(B: int, count: int, seed: int = 0) -> tuple[mx.array, mx.array]:
@@ -144,7 +137,9 @@ def merged(cache: Any, bad: float, read: str) -> Any:
 ANY = [trimmed, trimmed_far, trimmed_in_a_block, overwritten, copied]
 
 
-@with_histories(*ANY, merged)
+@reads
+@bad_numbers
+@pytest.mark.parametrize("history", [*ANY, merged])
 def test_trimmed_rows_leave_the_running_statistics(history: Callable[..., Any], bad: float, read: str):
     check(history(filled(KVCache(), some_rows(1, S)), bad, read), read)
 
@@ -161,7 +156,9 @@ def extended(cache: Any, bad: float, read: str) -> Any:
     return trimmed(cache, bad, read)
 
 
-@with_histories(*ANY, filtered, extended)
+@reads
+@bad_numbers
+@pytest.mark.parametrize("history", [*ANY, filtered, extended])
 def test_trimmed_and_padded_rows_of_a_batch_leave_the_running_statistics(
     history: Callable[..., Any], bad: float, read: str
 ):
