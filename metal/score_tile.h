@@ -1,4 +1,4 @@
-// Division of int4 scoring keys among threadgroups.
+// Division of int4 scoring keys among threadgroups, and the codes of 8-bit logits.
 #pragma once
 
 #include "threadgroup.h"

@@ -5,9 +5,9 @@
 #include "score_tile.h"
 
 // Largest logit (.x) and 1 / sum of exp(logit - largest) (.y) over all tiles for each query of the group. Tiles have
-// separate statistics for each HEADS queries. The softmax
-// of (sparq.4) is exp(logit - .x) * .y. If no key is valid or a logit is NaN or +inf, .y is 0. Keys with a NaN or +inf
-// logit then get softmax NaN, and all other keys get 0. The caller adds a barrier.
+// separate statistics for each HEADS queries. The softmax of (sparq.4) is exp(logit - .x) * .y. If no key is valid or a
+// logit is NaN or +inf, .y is 0. Keys with a NaN or +inf logit then get softmax NaN, and all other keys get 0. The
+// caller adds a barrier.
 template <int G, int HEADS, typename Statistics>
 void merge_statistics(Statistics tiles, uint count, threadgroup float2* merged, Place place) {
   for (uint g = place.simdgroup; g < G; g += place.simdgroups) {

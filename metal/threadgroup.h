@@ -1,4 +1,4 @@
-// Sizes and reductions that all kernels share. A threadgroup consists of full SIMD groups of 32 lanes.
+// Sizes, reductions and the division of a list that kernels share. A threadgroup consists of full SIMD groups of 32 lanes.
 #pragma once
 
 #include <metal_stdlib>

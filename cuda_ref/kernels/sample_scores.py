@@ -21,7 +21,7 @@ import triton.language as tl
 from .numbers import finite, widen
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LAYOUT = ["length", "offset", "first_row_block", "row_blocks", "chunks"]  # change with every chunk
+LAYOUT = ["length", "offset", "first_row_block", "row_blocks", "chunks"]  # numbers that change with every chunk
 
 
 @triton.jit

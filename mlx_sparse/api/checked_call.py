@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from ..checks import Shaped, Sizes, check_choice, check_decode_step, check_qkv, check_shape
 from ..core import registry, stats
 from ..core.blocks.layout import Layout
+from ..core.decide import skips_keys
 from ..core.stats import Stats
 from ..methods.sparq.scoring_keys import KeyCodes, check_keys_t
 
@@ -83,7 +84,7 @@ class Call(Generic[Array]):
 
         A call with a bias always runs the method, because the function for dense attention takes no bias.
         """
-        return self.bias is not None or (self.sizes.L == 1 and self.sizes.S > attended)
+        return self.bias is not None or skips_keys(attended, self.sizes.L, self.sizes.S)
 
     @property
     def biased(self) -> dict[str, Array]:
@@ -106,7 +107,10 @@ class Call(Generic[Array]):
         check_keys_t(keys_t, self.sizes, key_bits)
 
     def load(self, function: str) -> Callable[..., Any]:
-        """Return the implementation of ``function`` in the selected backend."""
+        """Return the implementation of ``function`` in the selected backend. It does not check its arguments.
+
+        The first two results of most implementations are ``out`` and the float32 ``lse``.
+        """
         return registry.load(function, self.backend)
 
     def run(self, **parameters: object) -> Any:

@@ -34,9 +34,9 @@ SECONDS = {"gpu": 3.0, "cpu": 10.0}  # longest time of a measurement
 SHORT = 1024  # keys; a shorter context does not trigger a measurement
 LONGEST = 65_536  # keys that are timed
 BUSY, BUSY_SHARE = 1.5, 0.25  # a larger spread of the crossover (factor) or density (difference): busy machine
+
 MeasurementKey = dict[str, str | int]
-FORMAT = 3
-MAX_BYTES = 1 << 16
+FORMAT, MAX_BYTES = 3, 1 << 16  # of a calibration file
 WRITING = threading.Lock()  # held while a file is written, so that a program can end between two files
 
 MEASURED, MODELED, GIVEN = "measured on this machine", "modeled", "given"

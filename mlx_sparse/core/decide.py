@@ -1,7 +1,7 @@
 """Decide whether attention is sparse or dense. Every caller passes its own facts, and nothing else decides.
 
-The functions take no arrays. The plan of mlx-lm's layers, the transformers hook and the defaults of exported files call
-them. The constants are for estimates of when sparse attention is faster.
+The functions take no arrays. The plan of mlx-lm's layers, the transformers hook, the public functions and the defaults
+of exported files call them. The constants estimate when sparse attention is faster.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 NEVER = 1 << 40  # crossover length in keys for methods that stay dense at every context length
 
 PROCESSORS = os.cpu_count() or 1
-
 # Bytes that a decode step of one layer must save to outweigh SparQ's additional work, by device. GPUs are not measured.
 # Apple (base and Pro, Max, Ultra): conservative end of a roofline model (docs/methods.md, "The model").
-# NVIDIA: 20 microseconds of additional launches at 2.0, 4.3 and 8 TB/s. cpu: from
-# timings of one AMD EPYC. More processors may speed up dense attention, but not the additional work.
+# NVIDIA: 20 microseconds of additional launches at 2.0, 4.3 and 8 TB/s. cpu: from timings of one AMD EPYC. More
+# processors may speed up dense attention, but not the additional work.
 ENOUGH_SAVED = {
     **{"g": 20 << 20, "s": 36 << 20, "d": 52 << 20},
     **{"sm_80": 40 << 20, "sm_90": 80 << 20, "sm_100": 160 << 20},
@@ -100,6 +99,11 @@ class Decision:
     crossover: int = NEVER
 
 
+def skips_keys(attended: int, L: int, S: int) -> bool:
+    """Return True for a decode step over more keys than the ``attended`` keys of a sparse step."""
+    return L == 1 and S > attended
+
+
 def exclusion(config: Method, facts: Facts) -> str | None:
     """Return the reason why ``config`` is dense at every length in a layer and under a mask, or None."""
     if facts.latent:
@@ -138,7 +142,7 @@ def decide(config: Method | None, facts: Facts, lengths: Sequence[int]) -> Decis
         start=max((longest + change for change in changes if change <= 0), default=0),
         stop=min((longest + change for change in changes if change > 0), default=NEVER),
         served=[i for i, length in enumerate(lengths) if length >= crossover],
-        short=[i for i, n in enumerate(lengths) if config.attended < n < crossover],
+        short=[i for i, n in enumerate(lengths) if skips_keys(config.attended, 1, n) and n < crossover],
         crossover=crossover,
     )
 

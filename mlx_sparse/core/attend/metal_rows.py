@@ -1,4 +1,7 @@
-"""Compute dense attention for large query groups on the GPU's matrix units (metal/attend_rows.h), and merge parts."""
+"""Compute dense attention for large query groups on the GPU's matrix units (metal/attend_rows.h).
+
+All launches that divide the keys into parts merge the results of the parts with `merging` (metal/merge.h).
+"""
 
 from __future__ import annotations
 
